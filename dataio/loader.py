@@ -1,15 +1,4 @@
-"""A `DataLoader` whose batches are made the fastest core there is, without a pause between epochs.
-
-| | `DataLoader` | `ContinuousLoader` |
-|---|---|---|
-| workers | started for each epoch, or kept and idle between two | kept, and go on with the next epoch's batches |
-| order per seed, epoch and rank | | the same |
-| augmentation | depends on the number of workers | depends on the seed, the epoch and the batch only |
-| `dataset.set_epoch` in live workers | not seen | seen |
-| state in the middle of an epoch | no | yes, for any number of workers and ranks |
-| how batches are made | `num_workers` | measured, or as requested |
-| shared memory | /dev/shm | anonymous, recycled |
-"""
+"""A `DataLoader` whose batches are made in the fastest way there is, without a pause between epochs."""
 
 from __future__ import annotations
 

@@ -1,14 +1,10 @@
 """Keep the samples of a dataset that yields the same ones in each epoch, so that they are decoded no more.
 
-| request for a sample | what comes of it |
-|---|---|
-| the first | it is fetched, and a digest of 64 bits is noted |
-| the second | it is fetched again; if the digest is the same, the sample is kept |
-| each further one | it is handed out from memory, as a copy |
-
-So nothing is handed out that was not computed twice with the same bits, and an epoch that stays the only one keeps
-nothing but digests. Now and then a sample that is kept is fetched all the same and compared bit by bit. At the first
-difference, or random number drawn, everything kept is dropped for ever and the dataset is fetched from as ever.
+Of a sample that is fetched for the first time a digest of 64 bits is noted. If it is the same the second time, the
+sample is kept, and from then on handed out from memory, as a copy. So nothing is handed out that was not computed twice
+with the same bits, and an epoch that stays the only one keeps nothing but digests. Now and then a sample that is kept
+is fetched all the same and compared bit by bit. At the first difference, or random number drawn, everything kept is
+dropped for ever and the dataset is fetched from as ever.
 
 The cache lies below the collate function: order, batches and what collates them stay as they are.
 """
@@ -22,7 +18,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -38,7 +33,7 @@ from accel.profiler import renamed
 from accel.profiler.errors import InvalidArgument, InvalidType
 from accel.profiler.host import available_memory
 
-_OWN = frozenset({"dataset", "cache_book", "cache_recorder", "cache_server"})
+_OWN = frozenset({"dataset", "cache_book", "cache_keeper"})
 # Of what is available: of memory, and of the disk.
 _SHARE = 0.25
 # Nothing more is kept once less than this share is left of the memory that was available at the beginning.
@@ -57,17 +52,6 @@ _LONG_S = 1e-3
 
 Fetch = Callable[[list[Any]], Any]
 """Returns the samples of a list of indices."""
-
-
-class CacheMode(IntEnum):
-    """What a cache does."""
-
-    RESTING = 0
-    """Nothing: each sample is fetched."""
-    RECORDING = 1
-    """Fetch each sample, and keep what comes out the same twice."""
-    SERVING = 2
-    """The same, but hand out what is kept."""
 
 
 class CacheStats(NamedTuple):
@@ -91,102 +75,81 @@ class CacheStats(NamedTuple):
 class CacheBook:
     """What processes that share a cache tell each other of it: whether it serves, what was counted, why it was dropped.
 
-    Args:
-        store: where samples are kept; None in a process that the cache was copied into.
-
-    Attributes:
-        notes, counts: numbers by their place; forked processes share them, as they do what is kept.
+    `notes` are numbers by their name, which forked processes share. There is no `store` in a process that the cache was
+    copied into.
     """
 
     def __init__(self, store: SampleStore | None) -> None:
         self.store = store
-        self.notes = np.frombuffer(mmap.mmap(-1, 64), np.int64)
-        self.counts = np.frombuffer(mmap.mmap(-1, 128), np.int64)
-        self.mode = CacheMode.RESTING if store is None else CacheMode.SERVING
-
-    @property
-    def mode(self) -> CacheMode:
-        """What the cache does, in all processes."""
-        return CacheMode(int(self.notes[_MODE]))
-
-    @mode.setter
-    def mode(self, mode: CacheMode) -> None:
-        self.notes[_MODE] = mode
-
-    @property
-    def generation(self) -> int:
-        """How often the dataset has changed."""
-        return int(self.notes[_GENERATION])
+        self.notes: Any = np.frombuffer(mmap.mmap(-1, _NOTES.itemsize), _NOTES)[0]
+        self.notes["serves"] = True
 
     @property
     def places(self) -> int:
-        """How many samples fit into the memory."""
         return 0 if self.store is None else self.store.places
 
     def usable(self) -> SampleStore | None:
         """Return where samples are kept; None if they are no more."""
-        return None if self.notes[_REASON] else self.store
+        return None if self.notes["reason"] else self.store
 
     @property
     def serves(self) -> bool:
         """Whether it hands out what is kept."""
-        return self.usable() is not None and self.mode == CacheMode.SERVING
+        return self.usable() is not None and bool(self.notes["serves"])
 
     def forget(self) -> None:
         """Keep nothing of what there is: the dataset has changed."""
-        self.notes[_GENERATION] += 1
+        self.notes["generation"] += 1
         if self.store is not None:
             self.store.forget()
 
     def give_up(self, reason: str, sample: int = 0) -> None:
         """Drop all that is kept, in all processes, for ever."""
-        if self.store is None or self.notes[_REASON]:
+        if self.store is None or self.notes["reason"]:
             return
-        self.notes[_SAMPLE] = sample
-        self.notes[_REASON] = _REASONS.index(reason) + 1
+        self.notes["sample"] = sample
+        self.notes["reason"] = _REASONS.index(reason) + 1
         self.store.free()
 
     @property
     def dropped(self) -> str:
-        """Why it has been given up; '' if it hasn't."""
         if self.store is None:
             return "it was copied into another process, where nothing is kept"
-        reason = int(self.notes[_REASON])
-        return _REASONS[reason - 1].format(int(self.notes[_SAMPLE])) if reason else ""
+        reason = int(self.notes["reason"])
+        return _REASONS[reason - 1].format(int(self.notes["sample"])) if reason else ""
 
     def recent_hits(self) -> tuple[int, int]:
         """Return of how many samples it was looked up since the last call of this whether they are kept, and how many
         were."""
-        asked, kept = int(self.counts[_ASKED]), int(self.counts[_FOUND])
-        self.counts[_ASKED] = self.counts[_FOUND] = 0
+        asked, kept = int(self.notes["asked"]), int(self.notes["found"])
+        self.notes["asked"] = self.notes["found"] = 0
         return asked, kept
 
     def stats(self, samples: int) -> CacheStats:
-        """Return what has been done so far, of a dataset of so many samples."""
         store = self.usable()
         kept = 0 if store is None else int((store.state == KEPT).sum())
         size = 0 if store is None else kept * store.layout.size
-        served, fetched, checked = (int(self.counts[each]) for each in (_SERVED, _FETCHED, _CHECKS))
+        served, fetched, checked = (int(self.notes[each]) for each in ("served", "fetched", "checks"))
         return CacheStats(samples, kept, size, served, fetched, checked, self.dropped)
 
 
-class SampleRecorder:
-    """Fetches samples, and keeps those that come out the same twice.
+class SampleKeeper:
+    """Hands out what is kept, and fetches the rest, and some all the same; keeps what comes out the same twice.
 
-    Args:
-        book: of the cache.
-        in_file: a file holds them, and no memory.
+    `share_memory`: a batch's tensors may lie in memory of that batch, which is faster, if they are stacked at once.
     """
 
     def __init__(self, book: CacheBook, in_file: bool) -> None:
         self._book, self._in_file = book, in_file
         self._available_at_first = available_memory() or 0
+        self.share_memory = False
+        self._own = random.Random(0)
 
-    def recorded(self, store: SampleStore, indices: list[Any], places: Places, fetch: Fetch) -> Any:
+    def _recorded(self, store: SampleStore, indices: list[Any], places: Places, fetch: Fetch) -> Any:
         """Fetch samples, and keep those that come out as before."""
-        generation = self._book.generation
+        generation = self._book.notes["generation"]
         samples = self._drawn_nothing(indices, fetch)
-        if self._book.usable() is None or self._book.generation != generation:
+        if self._book.usable() is None or self._book.notes["generation"] != generation:
             return samples
         if type(samples) is not list or len(samples) != len(indices):
             self._book.give_up(_NO_LIST)
@@ -195,7 +158,7 @@ class SampleRecorder:
         new = np.flatnonzero(_has_place(store, places) & (store.state[places % store.places] != KEPT))
         if len(new):
             self._note(store, places[new], [samples[place] for place in new])
-            if self._book.generation != generation:  # the dataset has changed meanwhile
+            if self._book.notes["generation"] != generation:  # the dataset has changed meanwhile
                 store.state[places[new]] = UNKNOWN
         return samples
 
@@ -205,15 +168,15 @@ class SampleRecorder:
         compares = not threading.current_thread().name.startswith("accel-") and self._compares()
         before = random_state() if compares else ()
         samples = fetch(indices)
-        self._book.counts[_FETCHED] += len(indices)
+        self._book.notes["fetched"] += len(indices)
         if compares and len(before) == len(streams()) and random_state() != before:
             self._book.give_up(_DRAWS_OR_OTHERS if others_could_draw() else _DRAWS)
         return samples
 
     def _compares(self) -> bool:
         """Return whether the generators' states are read for this batch: whoever draws does so for most samples."""
-        self._book.counts[_BATCHES] += 1
-        return bool(self._book.counts[_FETCHED] < _COMPARED_FIRST or self._book.counts[_BATCHES] % _COMPARED_LATER == 0)
+        self._book.notes["batches"] += 1
+        return bool(self._book.notes["fetched"] < _COMPARED_FIRST or self._book.notes["batches"] % _COMPARED_LATER == 0)
 
     def _note(self, store: SampleStore, places: Places, samples: Sequence[Any]) -> None:
         """Note samples all at once, or one by one where one has another layout or comes twice."""
@@ -230,80 +193,48 @@ class SampleRecorder:
         """Return whether memory is left for more samples: others may need it since."""
         store = self._book.store
         sample_bytes = 0 if store is None else store.layout.size
-        before = int(self._book.counts[_STORED])
-        self._book.counts[_STORED] += more
+        before = int(self._book.notes["stored"])
+        self._book.notes["stored"] += more
         if (before + more) * sample_bytes // _LOOK_AFTER != before * sample_bytes // _LOOK_AFTER:
             available = None if self._in_file else available_memory()
-            self._book.counts[_FULL] = available is not None and available < _RESERVE * self._available_at_first
-        return not self._book.counts[_FULL]
+            self._book.notes["full"] = available is not None and available < _RESERVE * self._available_at_first
+        return not self._book.notes["full"]
 
-    def noting_share(self, fetch: Fetch, clock: Callable[[], float] = time.perf_counter) -> float:
-        """Return how long noting a sample takes in the first epoch, in the time of its fetch; sample 0 is timed.
-
-        Args:
-            fetch: of the cache.
-            clock: returns seconds.
-        """
+    def noting_share(self, fetch: Fetch) -> float:
+        """Return how long noting a sample takes in the first epoch, in the time of its fetch; sample 0 is timed."""
         store = self._book.store
         assert store is not None
         fetch_s = note_s = math.inf
         with states_of_their_own():
             for _ in range(_TIMED):
-                began = clock()
+                began = time.perf_counter()
                 (sample,) = fetch([0])
-                fetched = clock()
+                fetched = time.perf_counter()
                 hash(tuple(store.layout.pack(sample) or ()))
-                fetch_s, note_s = min(fetch_s, fetched - began), min(note_s, clock() - fetched)
+                fetch_s, note_s = min(fetch_s, fetched - began), min(note_s, time.perf_counter() - fetched)
                 if fetch_s > _LONG_S:
                     break
         return _REST_OF_NOTING * note_s / fetch_s if fetch_s > 0 else math.inf
 
-
-class SampleServer:
-    """Hands out what is kept, and fetches some of it all the same to compare.
-
-    Args:
-        book: of the cache.
-        recorder: gets what is not kept.
-
-    Attributes:
-        share_memory: a batch's tensors may lie in memory of that batch, which is faster: they are stacked at once.
-    """
-
-    def __init__(self, book: CacheBook, recorder: SampleRecorder) -> None:
-        self._book, self._recorder = book, recorder
-        self.share_memory = False
-        self._own = random.Random(0)
-
     def get(self, indices: list[Any], fetch: Fetch, samples: int, *, whole: bool) -> Any:
-        """Return samples, from memory what is kept.
-
-        Args:
-            indices: of them.
-            fetch: gets those that are not.
-            samples: of the dataset.
-            whole: it is asked for all of them or none.
-        """
-        store, mode = self._book.usable(), int(self._book.notes[_MODE])
-        if store is None or mode == CacheMode.RESTING:
-            return fetch(indices)
-        places = _places(indices)
-        if places is None:
+        """Return some of so many samples, from memory what is kept; all or none of a `whole` batch."""
+        store, places = self._book.usable(), _places(indices)
+        if store is None or places is None:
             return fetch(indices)
         has_place = _has_place(store, places)
         kept = has_place.copy()
         kept[has_place] = store.state[places[has_place]] == KEPT
         hits = int(kept.sum())
-        self._book.counts[_ASKED] += len(indices)
-        self._book.counts[_FOUND] += hits
-        if mode == CacheMode.SERVING and hits and (hits == len(indices) or not whole):
+        self._book.notes["asked"] += len(indices)
+        self._book.notes["found"] += hits
+        if self._book.serves and hits and (hits == len(indices) or not whole):
             chosen = self._to_check(indices, kept, whole, samples)
-            generation = self._book.generation
+            generation = self._book.notes["generation"]
             if not chosen or self._same(store, chosen, fetch):
                 served = self._served(store, indices, places, kept, fetch, generation)
                 if served is not None:
                     return served
-        return self._recorder.recorded(store, indices, places, fetch)
+        return self._recorded(store, indices, places, fetch)
 
     def _served(
         self,
@@ -317,13 +248,13 @@ class SampleServer:
         """Return a batch some of which is kept; None if that may not be handed out."""
         samples = store.layout.unpack(store.read(places[kept]), share=self.share_memory)
         # Another process may have dropped it all, and freed the memory, meanwhile.
-        if self._book.usable() is None or self._book.generation != generation:
+        if self._book.usable() is None or self._book.notes["generation"] != generation:
             return None
-        self._book.counts[_SERVED] += len(samples)
+        self._book.notes["served"] += len(samples)
         if len(samples) == len(indices):
             return samples
         others = [i for i, there in zip(indices, kept, strict=True) if not there]
-        missing = self._recorder.recorded(store, others, places[~kept], fetch)
+        missing = self._recorded(store, others, places[~kept], fetch)
         if self._book.usable() is None:  # as these have shown: the others of the batch are fetched, too
             samples = fetch([i for i, there in zip(indices, kept, strict=True) if there])
         from_memory, fetched = iter(samples), iter(missing)
@@ -338,23 +269,23 @@ class SampleServer:
 
     def _owes_check(self, samples: int) -> bool:
         """Return whether nothing was compared for as many samples as there are in an epoch."""
-        since = int(self._book.counts[_SERVED] - self._book.notes[_CHECKED_AT])
+        since = int(self._book.notes["served"] - self._book.notes["checked_at"])
         if since and since < samples:
             return False
-        self._book.notes[_CHECKED_AT] = self._book.counts[_SERVED]
+        self._book.notes["checked_at"] = self._book.notes["served"]
         return True
 
     def _same(self, store: SampleStore, indices: list[int], fetch: Fetch) -> bool:
         """Fetch samples that are kept, and drop everything if one is another than before."""
-        generation = self._book.generation
+        generation = self._book.notes["generation"]
         samples = fetch(indices)
-        self._book.counts[_FETCHED] += len(indices)
+        self._book.notes["fetched"] += len(indices)
         if self._book.usable() is None:
             return False
-        self._book.counts[_CHECKS] += len(indices)
+        self._book.notes["checks"] += len(indices)
         for index, sample in zip(indices, samples, strict=True):
             parts = store.layout.pack(sample)
-            if self._book.generation != generation or store.state[index] != KEPT:
+            if self._book.notes["generation"] != generation or store.state[index] != KEPT:
                 return False
             if parts is None or not store.holds(index, parts):
                 self._book.give_up(_DIFFERS, index)
@@ -417,8 +348,8 @@ class SampleCache(Dataset[Any]):
         self.dataset = dataset
         path = None if folder is None else Path(folder)
         bound = memory if memory is not None else _bound(path)
-        parts = _parts(_store(dataset, bound, path), in_file=path is not None)
-        self.cache_book, self.cache_recorder, self.cache_server = parts
+        self.cache_book = CacheBook(_store(dataset, bound, path))
+        self.cache_keeper = SampleKeeper(self.cache_book, in_file=path is not None)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -449,13 +380,13 @@ class SampleCache(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         """Return a sample, from memory if it is kept."""
         one_by_one = partial(_fetch_each, self.dataset)
-        return self.cache_server.get([index], one_by_one, len(self), whole=False)[0]
+        return self.cache_keeper.get([index], one_by_one, len(self), whole=False)[0]
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
         """Return the samples of a batch, from memory what is kept."""
         # What `__getitems__` returns for an index may depend on the others: then it is asked for all of them or none.
         whole = getattr(self.dataset, "__getitems__", None) is not None
-        samples: list[Any] = self.cache_server.get(indices, self.fetch, len(self), whole=whole)
+        samples: list[Any] = self.cache_keeper.get(indices, self.fetch, len(self), whole=whole)
         return samples
 
     def fetch(self, indices: list[Any]) -> Any:
@@ -468,7 +399,8 @@ class SampleCache(Dataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.dataset = state["dataset"]
-        self.cache_book, self.cache_recorder, self.cache_server = _parts(None)
+        self.cache_book = CacheBook(None)
+        self.cache_keeper = SampleKeeper(self.cache_book, in_file=False)
 
     @property
     def thread_safe(self) -> bool:
@@ -502,8 +434,11 @@ _DRAWS_OR_OTHERS = "fetching a sample, or another thread at the same time, draws
 _NO_LIST = "its __getitems__ doesn't return a list with a sample for each index"
 # Processes tell each other by number.
 _REASONS = (_DIFFERS, _DRAWS, _DRAWS_OR_OTHERS, _NO_LIST, "it was closed")
-_MODE, _REASON, _SAMPLE, _GENERATION, _CHECKED_AT = range(5)
-_SERVED, _FETCHED, _CHECKS, _ASKED, _FOUND, _STORED, _FULL, _BATCHES = range(8)
+_NAMES = (
+    *("serves", "reason", "sample", "generation", "checked_at"),
+    *("served", "fetched", "checks", "asked", "found", "stored", "full", "batches"),
+)
+_NOTES = np.dtype([(name, np.int64) for name in _NAMES])
 
 
 def _fetch_each(dataset: Any, indices: list[Any]) -> list[Any]:
@@ -517,12 +452,6 @@ def _has_place(store: SampleStore, places: Places) -> np.ndarray[Any, Any]:
 def _bound(directory: Path | None) -> int:
     free = available_memory() if directory is None else shutil.disk_usage(directory).free
     return int(_SHARE * (free or 0))
-
-
-def _parts(store: SampleStore | None, in_file: bool = False) -> tuple[CacheBook, SampleRecorder, SampleServer]:
-    book = CacheBook(store)
-    recorder = SampleRecorder(book, in_file)
-    return book, recorder, SampleServer(book, recorder)
 
 
 def _store(dataset: Any, most_bytes: int, directory: Path | None) -> SampleStore:

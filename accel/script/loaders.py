@@ -159,4 +159,4 @@ class HandedOut:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._batches.plain, name)
+        return getattr(self._batches.rest, name)

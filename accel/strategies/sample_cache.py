@@ -92,10 +92,7 @@ class KeepSamples(Strategy):
     def disable(self, run: Run) -> None:
         """Fetch all samples from the next batch on; what is kept stays."""
         if self._kept is not None:
-            if self._is_preparing:
-                self._kept.record()
-            else:
-                self._kept.rest()
+            self._kept.record()
 
     def failure(self, run: Run) -> str:
         """Return why what was kept has been dropped; '' if it hasn't been."""

@@ -34,7 +34,6 @@ _DEPTH, _MOST = 3, 1000
 
 
 def numbers_of(dataset: Any) -> Numbers:
-    """Return the numbers and texts of a dataset, by their path."""
     return numbers_in(owners(dataset))
 
 
@@ -73,7 +72,6 @@ def owners(dataset: Any) -> list[Owner]:
 
 
 def is_number(thing: Any) -> bool:
-    """Return whether a thing is one of the numbers and texts that are sent."""
     return type(thing) in _KINDS
 
 
@@ -101,11 +99,7 @@ def _same(old: Any, new: Any) -> bool:
 
 
 class Forecast:
-    """Expect a dataset's next numbers from how they moved between the last epochs.
-
-    Args:
-        fetch: of a dataset whose epoch is expected to increase by one at first, if it has `at_epoch`.
-    """
+    """Expect a dataset's next numbers from how they moved between the last epochs."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._steps: dict[tuple[str, ...], int] = {}
@@ -118,7 +112,6 @@ class Forecast:
         self._steps = {path: value - old[path] for path, value in whole.items() if value != old[path]}
 
     def next(self, now: Numbers) -> Numbers:
-        """Return the numbers that are expected when the next epoch begins."""
         return {**now, **{path: now[path] + step for path, step in self._steps.items() if path in now}}
 
     def view(self, dataset: Any, expected: Numbers) -> Any:

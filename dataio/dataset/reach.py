@@ -2,10 +2,10 @@
 
 | from | to |
 |---|---|
-| an object | its attributes and slots, and what its class has for it: all but how one is made |
+| an object | its attributes and slots, and those of its class, but for constructors |
 | a class of the user's that code names | its attributes and methods, and its base classes |
 | a function of the user's | closure, defaults, and the globals that its code names; of the user's own modules too |
-| a container | its entries, of a long one the first 64 |
+| a container | its entries, of a long one the first 256 |
 | `functools`: partial, lru_cache | the function, its arguments, what is cached |
 
 The code of libraries is not followed, unless the dataset's or the collate function's own class is of that library.
@@ -20,35 +20,42 @@ import logging
 import sys
 import sysconfig
 import types
-import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import resolve_name
-from itertools import islice
+from itertools import chain, islice
 from pathlib import PurePath
 from types import MemberDescriptorType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Subset
 
+from accel.profiler.interruptions import ours
+
 # Enough for a dataset, its transforms and what they hold; it takes about 10 ms.
 MOST = 10_000
-_LOOKED = 64
+LOOKED = 256
+"""Entries of a container that are looked into."""
+CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+_FLAT = frozenset({int, float, bool, str, bytes, complex, type(None)})
 _Named = tuple[str, Any]
 
 
-def reachable(*roots: _Named) -> Iterator[_Named]:
+def reachable(*roots: _Named, cached: bool = True) -> Iterator[_Named]:
     """Yield what can be reached from `roots`, with a name for each, nearest first; at most `MOST` things.
+
+    What raises when it is looked into is followed by an iterator, of which nobody knows what it yields.
 
     Args:
         roots: names and things to begin with.
+        cached: also what an `lru_cache` keeps.
 
     Example:
         >>> from torch.utils.data import TensorDataset
-        >>> [name for name, thing in reachable(("the dataset", {"a": [1.5]})) if isinstance(thing, float)]
-        ["the dataset['a'][0]"]
+        >>> [name for name, thing in reachable(("the dataset", {"a": [[], 1.5]})) if isinstance(thing, float)]
+        ["the dataset['a'][1]"]
     """
     followed = packages(*(thing for _, thing in roots))
     seen: dict[int, Any] = {}
@@ -58,48 +65,21 @@ def reachable(*roots: _Named) -> Iterator[_Named]:
         if id(thing) in seen:
             continue
         seen[id(thing)] = thing  # kept, so that no other thing gets its id meanwhile
-        if not isinstance(thing, ClassOf):
-            yield name, thing
-        waiting.extend(_parts(name, thing, followed))
+        yield name, thing
+        try:
+            is_cache = isinstance(thing, functools._lru_cache_wrapper)
+            waiting.extend(_cached(name, thing) if cached and is_cache else _parts(name, thing, followed))
+        except ours():  # a class of the user's may raise whatever it likes
+            yield name, iter(())
 
 
-class ClassOf:
-    """The class of an object that is there already: nobody makes another one when a batch is fetched.
-
-    What a constructor names (where files lie, how they are unpacked) is of no account then. There is one of each class.
-    """
-
-    __slots__ = ("__weakref__", "_kind")
-    _all: ClassVar[weakref.WeakKeyDictionary[type, ClassOf]] = weakref.WeakKeyDictionary()
-
-    def __init__(self, kind: type) -> None:
-        self._kind = weakref.ref(kind)
-
-    @classmethod
-    def object(cls, thing: Any) -> ClassOf:
-        """Return that of an object."""
-        return cls.of(type(thing))
-
-    @classmethod
-    def of(cls, kind: type) -> ClassOf:
-        """Return that of a class."""
-        own = cls._all.get(kind)
-        if own is None:
-            own = cls._all[kind] = cls(kind)
-        return own
-
-    def bases(self, followed: set[str]) -> list[type]:
-        """Return it and its base classes, as far as they are looked into."""
-        kind = self._kind()
-        return [] if kind is None else [base for base in kind.__mro__ if is_followed(base.__module__, followed)]
-
-    def parts(self, followed: set[str]) -> Iterator[_Named]:
-        """Yield attributes and methods, those of the base classes too, and how an object is made."""
-        for base in self.bases(followed):
-            yield from _own_parts(base)
+# What a constructor names (where files lie, how they are unpacked) is of no account for an object that is there.
+_MAKING = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__class_getitem__"})
 
 
-MAKING = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__class_getitem__"})
+def bases(kind: type, followed: set[str]) -> list[type]:
+    """Return a class and its base classes, as far as they are looked into."""
+    return [base for base in kind.__mro__ if is_followed(base.__module__, followed)]
 
 
 def _own_parts(kind: type) -> list[_Named]:
@@ -110,23 +90,48 @@ def _own_parts(kind: type) -> list[_Named]:
 def _parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
     if isinstance(thing, str | bytes | int | float | complex | Tensor | types.ModuleType | logging.Logger):
         return
-    if isinstance(thing, dict):
-        yield from ((f"{name}[{key!r:.40}]", value) for key, value in islice(list(thing.items()), _LOOKED))
-    elif isinstance(thing, list | tuple | deque):
-        yield from ((f"{name}[{place}]", value) for place, value in enumerate(islice(list(thing), _LOOKED)))
-    elif isinstance(thing, np.ndarray):
+    if isinstance(thing, np.ndarray):
         if thing.dtype.hasobject:
-            yield from ((f"{name}[{place}]", value) for place, value in enumerate(thing.ravel()[:_LOOKED]))
-    elif isinstance(thing, functools._lru_cache_wrapper):
-        # Only the collector sees what is cached.
-        yield from ((f"what {name} has cached", value) for value in gc.get_referents(thing))
+            yield from _entries(name, thing.ravel()[:LOOKED])
     elif is_code(thing):
         yield from code_parts(name, thing, followed)
-    elif isinstance(thing, ClassOf):
-        yield from (part for part in thing.parts(followed) if part[0].rpartition(".")[2] not in MAKING)
     else:
-        yield from ((f"{name}.{key}", value) for key, value in attributes(thing))
-        yield type(thing).__qualname__, ClassOf.object(thing)
+        if isinstance(thing, CONTAINERS):
+            yield from _entries(name, thing)
+        if type(thing) not in CONTAINERS:
+            yield from ((f"{name}.{key}", value) for key, value in attributes(thing))
+            for base in bases(type(thing), followed):
+                yield from (part for part in _own_parts(base) if part[0].rpartition(".")[2] not in _MAKING)
+
+
+def _cached(name: str, thing: Any) -> list[_Named]:
+    return [(f"what {name} has cached", value) for value in gc.get_referents(thing)]  # only the collector sees it
+
+
+def _entries(name: str, thing: Any) -> Iterator[_Named]:
+    if is_flat(thing):
+        return
+    if isinstance(thing, dict):
+        yield from ((f"a key of {name}", key) for key in islice(list(thing), LOOKED) if type(key) not in _FLAT)
+    entries = list(thing.items()) if isinstance(thing, dict) else enumerate(list(thing))
+    yield from ((f"{name}[{key!r:.40}]", value) for key, value in islice(entries, LOOKED))
+
+
+def is_flat(entries: Iterable[Any]) -> bool:
+    """Return whether entries are numbers, texts and tuples of these."""
+    if isinstance(entries, dict):
+        return is_flat(entries.keys()) and is_flat(entries.values())
+    kinds = set(map(type, entries))
+    if tuple in kinds and kinds - _FLAT == {tuple}:
+        kinds = set(map(type, chain.from_iterable(entry for entry in entries if type(entry) is tuple)))
+    return kinds <= _FLAT
+
+
+def is_scalar(thing: Any) -> bool:
+    """Return whether a thing is a number, a text or a path that has no attributes of its own."""
+    return type(thing) in _FLAT or (
+        isinstance(thing, np.number | np.bool_ | PurePath) and type(thing).__dictoffset__ == 0
+    )
 
 
 _CODE = (types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.partial, type)
@@ -155,18 +160,15 @@ def _inner(dataset: Any) -> Any:
 
 
 def code_parts(name: str, thing: Any, followed: set[str]) -> Iterator[_Named]:
-    """Yield what a piece of code refers to.
-
-    Args:
-        name: of the code.
-        thing: the code, see `is_code`.
-        followed: packages whose code is looked into, beside the user's.
-    """
+    """Yield what a piece of code refers to; looked into is the user's code, and that of the packages `followed`."""
     if isinstance(thing, types.FunctionType):
         if is_followed(thing.__module__, followed):
             yield from _of_function(thing)
     elif isinstance(thing, types.MethodType):
-        yield from ((f"{name}.__self__", thing.__self__), (name, thing.__func__))
+        named, own = names_of_method(thing), own_attributes(thing.__self__) or {}
+        yield name, thing.__func__
+        yield from ((f"{name}.{each}", getattr(type(thing.__self__), each)) for each in sorted(named.code))
+        yield from ((f"{name}.{each}", own[each]) for each in sorted(named.all & own.keys()))
     elif isinstance(thing, staticmethod | classmethod):
         yield name, thing.__func__
     elif isinstance(thing, property):
@@ -202,7 +204,6 @@ def attributes(thing: Any) -> Iterator[_Named]:
 
 
 def slots_of(kind: type) -> list[MemberDescriptorType]:
-    """Return the slots that a class and its bases declare."""
     declaring = (vars(base).values() for base in kind.__mro__ if "__slots__" in vars(base))
     return [slot for members in declaring for slot in members if isinstance(slot, MemberDescriptorType)]
 
@@ -255,6 +256,30 @@ class Names(NamedTuple):
     def attributes_by_text(self) -> bool:
         """Whether it may ask an object for an attribute by such a text."""
         return not ASKS_BY_TEXT.isdisjoint(self.all)
+
+
+class MethodNames(NamedTuple):
+    """What a method's code names of its object, with other methods and properties that it uses.
+
+    Of what else an object keeps, a trainer say, much changes in each step.
+    """
+
+    code: set[str]
+    """Methods and properties of its class."""
+    all: set[str]
+
+
+def names_of_method(method: types.MethodType) -> MethodNames:
+    code, named, waiting = set[str](), set[str](), list[Any]([method.__func__])
+    while waiting:
+        function = waiting.pop()
+        text = getattr(getattr(function, "fget", function), "__code__", None)
+        for new in (names_of(text).all if isinstance(text, types.CodeType) else frozenset[str]()) - named:
+            named.add(new)
+            if is_code(of_class := getattr(type(method.__self__), new, None)):
+                code.add(new)
+                waiting.append(of_class)
+    return MethodNames(code, named)
 
 
 _LOOKS_UP = frozenset(

@@ -6,7 +6,7 @@ thoroughly when an epoch begins.
 
 | what | a change is seen by |
 |---|---|
-| attributes, slots, entries, classes, closures, globals, `os.environ`, `builtins` | another object in its place |
+| attributes, slots, entries, classes, closures, globals, `os.environ` | another object in its place |
 | a tensor | its version counter; of small ones the bytes, too |
 | an array, bytes, up to 1 MiB together | its bytes |
 | a long list of numbers, texts or tuples of these | its entries; of one as long as the dataset the batch's own |
@@ -19,7 +19,7 @@ What can't be seen before a batch is named by `DatasetWatch.unseen`, what can't 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -29,7 +29,8 @@ from torch.utils.data import Subset
 
 from accel.dataio.dataset.handles import is_handle
 from accel.dataio.dataset.numbers import differing, numbers_in, owners
-from accel.dataio.dataset.walk import Holder, is_scalar, look_through
+from accel.dataio.dataset.reach import is_scalar
+from accel.dataio.dataset.walk import Content, Holder, Walk
 from accel.dataio.fetching.fetch import Fetch
 from accel.profiler.interruptions import ours
 
@@ -47,7 +48,6 @@ class DatasetWatch:
     Attributes:
         unseen: something that could change without being seen before a batch; '' if there is nothing of the kind.
         unseen_at_all: something that could change without being seen when an epoch begins, either.
-        trained: a weight that fetching reads, and that each step changes; '' if there is none.
         change: where `changed` has seen one.
         numbers: those of the dataset, see `accel.dataio.dataset.numbers`.
 
@@ -62,8 +62,8 @@ class DatasetWatch:
     def __init__(self, fetch: Fetch, *, share: float = 1.0) -> None:
         self._owners = owners(fetch.dataset)
         self._levels = _levels(fetch.dataset)
-        self._seen = seen = look_through(fetch, self._owners, dict(self._levels), share)
-        self.unseen, self.unseen_at_all, self.trained = seen.unseen, seen.unseen_at_all, seen.trained
+        self._seen = seen = Walk(fetch, self._owners, [length for length, _ in self._levels], share)
+        self.unseen, self.unseen_at_all = seen.unseen, seen.unseen_at_all
         self.change, self._turn = "", 0
         self.numbers = numbers_in(self._owners)
         self._versions = _versions(seen.counted)
@@ -141,7 +141,7 @@ def _other_holder(holders: list[Holder]) -> str:
     return ""
 
 
-def _other_content(contents: list[tuple[str, Callable[[], Any], Any]]) -> str:
+def _other_content(contents: list[Content]) -> str:
     return next((name for name, read, before in contents if read() != before), "")
 
 

@@ -1,11 +1,4 @@
-"""What makes batches: in the loop's own thread, in threads, or in processes, behind one interface.
-
-| engine | batches are made | good for |
-|---|---|---|
-| `InlineEngine` | when they are asked for, in the loop's thread | samples that cost less than handing them over |
-| `ThreadEngine` | ahead, by threads | decoders and copies that release the interpreter's lock; waiting for storage |
-| `ProcessEngine` | ahead, by processes | Python code per sample |
-"""
+"""What makes batches: in the loop's own thread, in threads, or in processes, behind one interface."""
 
 from __future__ import annotations
 
@@ -14,17 +7,15 @@ import pickle
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.engine.thread_pool import ThreadModes, ThreadPool
+from accel.dataio.engine.thread_pool import ThreadPool
 from accel.dataio.fetching.fetch import blame, fetch_of
 from accel.dataio.fetching.randomness import (
-    Stream,
     others_could_draw,
     random_state,
     seed_everything,
@@ -42,10 +33,6 @@ if TYPE_CHECKING:
 
 class WorkerDied(AccelError, RuntimeError):
     """A worker process ended, and starting another did not help."""
-
-
-class WorkersStuck(WorkerDied):
-    """A forked worker process waits for ever, for a lock that was held when it was forked."""
 
 
 class FetchTimeout(AccelError, RuntimeError):
@@ -70,7 +57,6 @@ class BatchJob(NamedTuple):
     Attributes:
         indices: what the batch sampler yielded.
         seed: of the random numbers that fetching may draw; None to leave them alone.
-        after: states of the loader's own generators once `indices` were drawn.
         dataset: to read in place of the loader's own, by engines without copies; None for the loader's own.
         number: of the batch in its epoch.
         watch: for threads, which read the loop's own dataset: what it must be as; None for anything.
@@ -79,7 +65,6 @@ class BatchJob(NamedTuple):
 
     indices: Any
     seed: int | None
-    after: list[torch.Tensor] = []  # noqa: RUF012  (never changed)
     dataset: Any = None
     number: int = 0
     watch: DatasetWatch | None = None
@@ -108,10 +93,7 @@ class Engine(ABC):
 
     @abstractmethod
     def collect(self) -> Any:
-        """Return the batch of the oldest job; raises what fetching it raised.
-
-        After an Exception the job is gone. After any other one, Ctrl-C say, it is still the oldest.
-        """
+        """Return the batch of the oldest job, which is then gone; raises what fetching it raised."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -136,19 +118,6 @@ class Engine(ABC):
 
 # Batches for which no random number is drawn, after which none is looked for any more: 0.1 ms each.
 _TRIED = 16
-_J = TypeVar("_J")
-_B = TypeVar("_B")
-
-
-def _take_oldest(jobs: deque[_J], make: Callable[[_J], _B]) -> _B:
-    """Return what is made of the oldest job, and take it out unless something like Ctrl-C comes between."""
-    try:
-        made = make(jobs[0])
-    except ours():
-        jobs.popleft()
-        raise
-    jobs.popleft()
-    return made
 
 
 def _tell(error: Exception, where: str, job: BatchJob) -> None:
@@ -174,17 +143,11 @@ class _Elsewhere(AccelError):
 
 
 class InlineEngine(Engine):
-    """Make each batch when it is asked for, in the loop's own thread.
+    """Make each batch when it is asked for, in the loop's own thread: for samples that cost less than a hand-over.
 
-    A job's seed holds for its batch alone: the loop's own random states are put back. So augmentation
-    is the same as in a worker process, and the loop draws the same numbers whichever engine fetches.
-    The generators of Python, torch and numpy are one for all threads: another thread that draws
-    meanwhile gets its numbers from the batch's states, and what it has drawn is put back with the
-    rest. Such a thread should have a generator of its own.
-
-    Attributes:
-        draws: fetching was seen to draw random numbers.
-        jobs: those that were not collected, oldest first.
+    A job's seed holds for its batch alone: the loop's own random states are put back. So augmentation is the same as in
+    a worker process, and the loop draws the same numbers whichever engine fetches. Python, torch and numpy have one
+    generator for all threads: another thread that draws meanwhile gets its numbers from the batch's states.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -192,15 +155,12 @@ class InlineEngine(Engine):
         self.jobs: deque[BatchJob] = deque()
         self.draws = False
         self._quiet = 0  # batches in a row for which nothing was drawn
-        self._before: list[tuple[Stream, Any]] = []
 
     def submit(self, job: BatchJob) -> None:
         self.jobs.append(job)
 
     def collect(self) -> Any:
-        return _take_oldest(self.jobs, self._make)
-
-    def _make(self, job: BatchJob) -> Any:
+        job = self.jobs.popleft()
         try:
             if job.seed is None or self._quiet >= _TRIED:
                 return self._fetch(job.indices)
@@ -210,7 +170,7 @@ class InlineEngine(Engine):
             raise
 
     def _made_from_seed(self, indices: Any, seed: int) -> Any:
-        self._before = [(stream, stream.read()) for stream in streams()]
+        before = [(stream, stream.read()) for stream in streams()]
         try:
             seed_everything(seed)
             began = random_state()
@@ -219,16 +179,11 @@ class InlineEngine(Engine):
             finally:
                 self.draws = self.draws or random_state() != began
         finally:
-            self.put_back()
+            for stream, state in before:
+                stream.write(state)
         # In a row: one draw, however late in the first batches, and all batches are seeded.
         self._quiet = 0 if self.draws else self._quiet + 1
         return batch
-
-    def put_back(self) -> None:
-        """Put back the loop's random states, also where Ctrl-C came between."""
-        for stream, state in self._before:
-            stream.write(state)
-        self._before = []
 
     def discard(self) -> None:
         self.jobs.clear()
@@ -241,24 +196,16 @@ class InlineEngine(Engine):
         self.update({})
 
     def reset(self) -> None:
-        self.put_back()
         self.restart()
 
 
 class ThreadEngine(Engine):
-    """Make batches ahead in threads of this process.
+    """Make batches ahead in threads of this process: for decoders that release the interpreter's lock, and storage.
 
     The dataset is read by several threads at once if `workers` is more than 1: it must be made for that. And it may
     not draw random numbers, since all threads draw from the same: the first batch, and the first after a change of the
-    dataset, is made in the loop's own thread while the others wait, and `ThreadsDraw` raised if it drew.
-
-    Args:
-        loader: map-style loader.
-        workers: threads, at least 1.
-        prefetch: batches each may be ahead, default 2.
-
-    Raises:
-        InvalidArgument: if `workers` is less than 1.
+    dataset, is made in the loop's own thread while the others wait, and `ThreadsDraw` raised if it drew. Threads know
+    nothing of modes that the loop has entered: autocast, `inference_mode`, a default device.
     """
 
     def __init__(self, loader: DataLoader[Any], workers: int, *, prefetch: int = 2) -> None:
@@ -272,55 +219,42 @@ class ThreadEngine(Engine):
         # Until a batch was seen not to draw, jobs are held back: the oldest is made in the loop's own thread.
         self._quiet = False
         self._held_back: deque[BatchJob] = deque()
-        self._modes: ThreadModes | None = None  # of the loop, under which the threads make what they have
         self._owner = os.getpid()
 
     def start(self) -> None:
         if os.getpid() != self._owner:  # in a forked process, where no thread came along
             self._owner = os.getpid()
             self.reset()
+        if (device := torch.empty(0).device).type != "cpu":
+            raise InvalidState(
+                f"threads make tensors on the CPU, and torch's default device is {device} here; name the device in the "
+                "dataset, or use mode='inline'"
+            )
         if self._pool is None:
             self._pool = ThreadPool(self.workers, "accel-loader")
 
     def submit(self, job: BatchJob) -> None:
         self.start()
-        self._follow_modes()
         self._held_back.append(job)
         self._hand_out()
-
-    def _follow_modes(self) -> None:
-        """Have batches made anew that were begun under modes of torch in which the loop does not ask for them.
-
-        They are begun when the loop is at those before: the first of an epoch under the modes of a validation, say.
-        """
-        now = ThreadModes.now()
-        if now == self._modes:
-            return
-        self._modes = now
-        for _, future in self._futures:
-            future.cancel()
-        self._held_back.extendleft(job for job, _ in reversed(self._futures))
-        self._futures.clear()
 
     def _hand_out(self) -> None:
         assert self._pool is not None
         while self._quiet and self._held_back:
             job = self._held_back.popleft()
-            self._futures.append((job, self._pool.submit(self._made_in_thread, self._modes, job)))
+            self._futures.append((job, self._pool.submit(self._made_in_thread, job)))
 
     def collect(self) -> Any:
         self.start()
-        self._follow_modes()
         self._hand_out()
         if self._futures or self._quiet:
-            return _take_oldest(self._futures, self._awaited)
-        batch = _take_oldest(self._held_back, self._made_by_loop)
+            return self._awaited(*self._futures.popleft())
+        batch = self._made_by_loop(self._held_back.popleft())
         self._quiet = True
         self._hand_out()
         return batch
 
-    def _awaited(self, under_way: tuple[BatchJob, Future[Any]]) -> Any:
-        job, future = under_way
+    def _awaited(self, job: BatchJob, future: Future[Any]) -> Any:
         wait([future], self._timeout_s)
         if not future.done():
             raise FetchTimeout(
@@ -343,11 +277,10 @@ class ThreadEngine(Engine):
         by = ", by it or by another thread" if others_could_draw() else ""
         raise ThreadsDraw(f"fetching a sample draws random numbers{by}, which threads can't keep apart")
 
-    def _made_in_thread(self, modes: ThreadModes, job: BatchJob) -> Any:
+    def _made_in_thread(self, job: BatchJob) -> Any:
         thread = f"thread {threading.current_thread().name.rpartition('_')[2]}"
         try:
-            with modes.entered():
-                return self._made(job)
+            return self._made(job)
         except ours() as error:
             _tell(error, thread, job)
             raise

@@ -20,21 +20,19 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from accel.dataio.dataset.numbers import Numbers
-from accel.dataio.engine import wire, worker
-from accel.dataio.engine.engine import BatchJob, Engine, FetchTimeout, WorkerDied, WorkersStuck, as_raised
+from accel.dataio.engine import worker
+from accel.dataio.engine.engine import BatchJob, Engine, FetchTimeout, WorkerDied, as_raised
 from accel.dataio.engine.slots import MOST_IN_USE, SlotReader
-from accel.dataio.engine.thread_pool import at_rest
 from accel.dataio.engine.worker_handle import WorkerHandle, end_all
+from accel.dataio.fetching import wire
 from accel.dataio.fetching.fetch import blame, fetch_of
-from accel.profiler.errors import InvalidArgument, InvalidState
+from accel.profiler.errors import InvalidArgument
 from accel.profiler.interruptions import ours
 
 log = logging.getLogger("accel.dataio")
 
 _MOST_TRIES = 2
 STALL_S = 30.0
-# A fork waits so long for the threads of other engines to finish the batch in hand.
-_REST_S = 5.0
 
 
 class _Result(NamedTuple):
@@ -48,15 +46,7 @@ class _Result(NamedTuple):
 class WorkerPool:
     """The worker processes of an engine: started together, listened to, and ended by the process that started them.
 
-    Args:
-        loader: whose batches they make.
-        context: of multiprocessing.
-        workers: how many.
-        most_free: slots that a worker keeps while they are free.
-        as_loop: see `ProcessEngine`.
-
-    Attributes:
-        handles: of those that run.
+    A worker keeps `most_free` slots while they are free; `as_loop`: see `ProcessEngine`.
     """
 
     def __init__(self, loader: DataLoader[Any], context: Any, workers: int, most_free: int, as_loop: bool) -> None:
@@ -77,14 +67,12 @@ class WorkerPool:
         return os.getpid() != self._owner
 
     def start(self, base_seed: int) -> None:
-        """Start all workers."""
         for number in range(self._workers):
             handle = WorkerHandle(number)
             self.handles.append(handle)
             self.start_one(handle, base_seed)
 
     def start_one(self, handle: WorkerHandle, base_seed: int) -> None:
-        """Start one of them, or another process in its place."""
         task = worker.Task(
             handle.number,
             self._workers,
@@ -94,16 +82,7 @@ class WorkerPool:
             most_free=self._most_free,
             as_loop=self._as_loop,
         )
-        if self._context.get_start_method() == "fork":
-            with at_rest(_REST_S) as quiet:
-                if not quiet:
-                    raise InvalidState(
-                        "a process can't be forked while threads fetch, whose locks it would inherit; one has been at "
-                        f"its batch for {_REST_S:g} s"
-                    )
-                handle.start(self._context, task)
-        else:
-            handle.start(self._context, task)
+        handle.start(self._context, task)
         self._selector.register(handle.connection, selectors.EVENT_READ, handle)  # type: ignore[arg-type]
 
     def messages(self, seconds: float) -> Iterator[tuple[WorkerHandle, Any]]:
@@ -129,12 +108,10 @@ class WorkerPool:
         ]
 
     def bury(self, handle: WorkerHandle) -> str:
-        """Clear away a worker that is gone; return which process it was and how it ended."""
         self._selector.unregister(handle.connection)  # type: ignore[arg-type]
         return handle.bury()
 
     def end(self) -> None:
-        """End all workers."""
         end_all(self.handles, self._owner)
         self._selector.close()
         self._selector = selectors.PollSelector()
@@ -148,13 +125,9 @@ class WorkerPool:
 
 
 class JobBook:
-    """The jobs of an engine, by serial number: in their order, what came of them, and those that no worker has.
+    """The jobs of an engine, by serial number, the oldest first, and what has come of them.
 
-    Attributes:
-        order: those that were not collected, the oldest first.
-        results: what has come of them.
-        waiting: their workers were ended by a failure, or left behind in the process forked from.
-        next: the serial number of the next job.
+    `waiting` are those whose workers were ended by a failure, or left behind in the process forked from.
     """
 
     def __init__(self) -> None:
@@ -172,7 +145,6 @@ class JobBook:
             kept.pop(serial, None)  # type: ignore[attr-defined]
 
     def clear(self) -> None:
-        """Forget all of them."""
         for result in self.results.values():
             if isinstance(result.message, worker.Done) and result.message.slot is not None:
                 result.slots.free_at_once(result.message.slot)
@@ -199,9 +171,8 @@ class ProcessEngine(Engine):
         workers: processes, at least 1.
         start_method: "fork", "forkserver" or "spawn"; None for the loader's own context, or the system's default.
         prefetch: batches each worker may be ahead, default 2.
-        stall_s: after so many seconds (default 30) without its first batch, a worker that was forked while other
-            threads ran is taken for stuck on a lock that was copied locked; then all are given up. With `check` any
-            forked worker is, and after 30 seconds at least at any later batch: the loop can make it itself.
+        stall_s: after so many seconds (default 30) without its first batch, with `check`, a worker that was forked is
+            taken for stuck on a lock that was copied locked; then all are given up: the loop can make the batch itself.
         as_loop: stand in for the loop's own process, where a loader has no workers: to the dataset they are none
             (`get_worker_info`, worker_init_fn), and a batch for which random numbers are drawn is not made but fails.
         check: called with the start method each time before workers are started; raises what keeps them from it. For
@@ -256,10 +227,8 @@ class ProcessEngine(Engine):
         try:
             self._await(serial)
             number, slots, message = jobs.results[serial]
-        except ours():
+        finally:
             jobs.forget(serial, self.pool.handles)
-            raise
-        jobs.forget(serial, self.pool.handles)
         if isinstance(message, BaseException):
             raise message
         if isinstance(message, worker.Failed):
@@ -291,7 +260,6 @@ class ProcessEngine(Engine):
 
     @property
     def processes(self) -> list[Any]:
-        """The worker processes that run."""
         return [handle.process for handle in self.pool.handles if handle.process is not None]
 
     def start(self) -> None:
@@ -338,7 +306,7 @@ class ProcessEngine(Engine):
             if holder is not None and waited > self._patience_s(holder):
                 self.deaths.append(_stuck(holder, self._patience_s(holder)))
                 self._end_workers()
-                raise WorkersStuck(self.deaths[-1])
+                raise WorkerDied(self.deaths[-1])
             if self._timeout_s and waited > self._timeout_s:
                 raise FetchTimeout(_late(holder, serial, waited, self._timeout_s))
 
@@ -383,13 +351,10 @@ class ProcessEngine(Engine):
         _hand_out([handle], jobs)
 
     def _patience_s(self, handle: WorkerHandle) -> float:
-        """Return after how many seconds without a batch a worker is taken for stuck."""
-        unasked = self._check is not None  # native threads hold locks too, and are counted nowhere
-        if self.start_method != "fork":
+        """Return after how many seconds without a batch a worker is taken for stuck, and the loop makes the batch."""
+        if self._check is None or self.start_method != "fork":
             return math.inf
-        if handle.served == 0 and (unasked or handle.threads_at_start > 1):
-            return self.stall_s
-        return max(STALL_S, self.stall_s) if unasked else math.inf
+        return self.stall_s if handle.served == 0 else max(STALL_S, self.stall_s)
 
 
 def _stuck(handle: WorkerHandle, patience_s: float) -> str:
@@ -397,13 +362,11 @@ def _stuck(handle: WorkerHandle, patience_s: float) -> str:
 
     Workers by forkserver or spawn would not, but they import the script that is run, whose body may not be guarded.
     """
-    threads, batch = handle.threads_at_start, "a" if handle.served else "its first"
-    forked = f"while {threads} threads ran" if threads > 1 else "from a process with native threads"
+    batch = "a" if handle.served else "its first"
     return (
-        f"worker process {handle.number} has not made {batch} batch in {patience_s:g} s; it was "
-        f"forked {forked}, so it probably waits for a lock that no thread of it can release. "
-        "Start the loader before other threads, or choose start_method='forkserver' if the script is guarded by "
-        "`if __name__ == '__main__'`"
+        f"worker process {handle.number} has not made {batch} batch in {patience_s:g} s; it was forked, so it probably "
+        "waits for a lock that no thread of it can release. Start the loader before other threads, or choose "
+        "start_method='forkserver' if the script is guarded by `if __name__ == '__main__'`"
     )
 
 
@@ -416,7 +379,6 @@ def _late(holder: WorkerHandle | None, serial: int, waited: float, timeout_s: fl
 
 
 def _hand_out(handles: list[WorkerHandle], jobs: dict[int, BatchJob]) -> None:
-    """Give jobs to workers that were just started."""
     for serial in sorted(jobs):
         _freest(handles).give(serial, jobs[serial])
 

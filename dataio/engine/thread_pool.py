@@ -1,15 +1,14 @@
 """Threads that make batches: daemons, so that a hung one doesn't keep the interpreter; at rest while a fork is made.
 
-`concurrent.futures` joins its threads when the interpreter ends, for ever if a fetch hangs. Here a thread that is
-asleep is given a second; one that is at work is waited for: torn down in native code it would take the process along.
+`concurrent.futures` joins its threads when the interpreter ends, for ever if a fetch hangs. Here they are given five
+seconds: torn down in native code a thread would take the process along.
 A process that is forked while a thread holds a lock, of the dataset say, inherits the lock and nobody who releases it.
-`at_rest` lets the threads of all pools finish what they have in hand, and keeps them from taking more meanwhile.
+So before a fork the threads of all pools finish what they have in hand, and take no more meanwhile.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import contextvars
 import math
 import os
@@ -17,25 +16,19 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-
-from accel.profiler.host import ThreadMeter
 from accel.profiler.torch_threads import compute_alone
 
-# What threads that are asleep are given when the interpreter ends, maybe they hang; and the most that others are.
-_GRACE_S, _LONGEST_S = 1.0, 60.0
-# What the loop's own fork waits for threads that are within a batch.
-_FORK_WAITS_S = 1.0
+# What threads are given when the interpreter ends.
+_GRACE_S = 5.0
+# What a fork waits for threads that are within a batch.
+_FORK_WAITS_S = 2.0
 # How long threads rest after it, and how long the next forks don't wait after one that waited in vain.
 _FORKS_APART_S, _WAITS_AGAIN_S = 0.05, 10.0
-# Of the time, on a core or in line for one: who has less is asleep, at most looking now and then.
-_AT_WORK = 0.1
 
-_DEVICES = ("cpu", "cuda")
 _Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 _Queue = queue.SimpleQueue["_Task | None"]
 
@@ -80,18 +73,7 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _is_ending = threading.Event()
 
 
-@contextlib.contextmanager
-def at_rest(timeout_s: float) -> Iterator[bool]:
-    """Keep the threads of all pools from running in the body; yields False if one is still at it after `timeout_s`."""
-    rest = _rest
-    try:
-        yield rest.ask(timeout_s)
-    finally:
-        rest.release()
-
-
 def _before_fork() -> None:
-    """Let no thread be within a batch when the loop forks: the child would inherit the locks that it holds."""
     _forking.rest = None
     if threading.current_thread() not in _threads and time.monotonic() - _rest.gave_up_at > _WAITS_AGAIN_S:
         _forking.rest = _rest
@@ -114,53 +96,10 @@ _forking = threading.local()
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_begin_in_child)
 
 
-class ThreadModes(NamedTuple):
-    """The modes of torch that hold in one thread alone: one that makes the loop's batches takes them on.
-
-    Example:
-        >>> with torch.no_grad():
-        ...     modes = ThreadModes.now()
-        >>> with modes.entered():
-        ...     torch.is_grad_enabled()
-        False
-    """
-
-    grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    """Devices with it, and the dtype."""
-    device: torch.device
-    """On which tensors are made."""
-
-    @classmethod
-    def now(cls) -> ThreadModes:
-        """Return those of this thread."""
-        cast = tuple((each, torch.get_autocast_dtype(each)) for each in _DEVICES if torch.is_autocast_enabled(each))
-        # torch.get_default_device() raises in torch 2.9 after set_default_device(None).
-        device = torch.empty(0).device
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, device)
-
-    def entered(self) -> contextlib.ExitStack:
-        """Return a context in which they hold in a thread that has none."""
-        stack = contextlib.ExitStack()
-        if not self.grad:
-            stack.enter_context(torch.no_grad())
-        if self.inference:
-            stack.enter_context(torch.inference_mode())
-        for device, dtype in self.autocast:
-            stack.enter_context(torch.autocast(device, dtype))
-        if self.device.type != "cpu":
-            stack.enter_context(self.device)
-        return stack
-
-
 class ThreadPool:
     """Run functions in at most `workers` daemon threads, which are started as they are needed.
 
-    Args:
-        workers: threads, at least 1.
-        name: of the threads, before their number.
-        rests: whether `at_rest` keeps its tasks from beginning; not where a task of another pool waits for them.
+    If it `rests`, none of its tasks begins while a fork is made; not where a task of another pool waits for them.
 
     Example:
         >>> pool = ThreadPool(2, "squares")
@@ -227,30 +166,10 @@ def _run(future: Future[Any], function: Callable[..., Any], arguments: tuple[Any
 
 @atexit.register
 def _end_all() -> None:
-    """Let threads end on their own once they are done with what they have in hand, as long as they are at work."""
+    """Let threads end on their own once they are done with what they have in hand."""
     _is_ending.set()
     for pool in list(_pools):
         pool.shutdown()
-    alive, until = [thread for thread in _threads if thread.is_alive()], time.monotonic() + _LONGEST_S
-    while alive and time.monotonic() < until:
-        busy_s = [_busy_s(thread) for thread in alive]
-        _join(alive, time.monotonic() + _GRACE_S)
-        least_s = _AT_WORK * _GRACE_S
-        alive = [
-            thread
-            for thread, before_s in zip(alive, busy_s, strict=True)
-            if thread.is_alive() and _busy_s(thread) - before_s > least_s
-        ]
-
-
-def _busy_s(thread: threading.Thread) -> float:
-    """Return how long a thread has been on a core or in line for one, s; 0 where the system doesn't tell."""
-    meter = ThreadMeter(tid=thread.native_id)
-    seen = meter.read()
-    meter.close()
-    return 0.0 if seen is None else seen.run + seen.wait
-
-
-def _join(threads: Iterable[threading.Thread], until: float) -> None:
-    for thread in threads:
+    until = time.monotonic() + _GRACE_S
+    for thread in list(_threads):
         thread.join(max(0.0, until - time.monotonic()))

@@ -49,7 +49,6 @@ class AheadCopier:
         self._under_way: deque[tuple[Any, Any]] = deque()
 
     def start(self, batch: Any) -> None:
-        """Begin to copy `batch`."""
         if self._stream is None:
             self._under_way.append((batch, None))
             return
@@ -75,7 +74,6 @@ class AheadCopier:
 
     @property
     def holds_graph(self) -> bool:
-        """Whether the oldest batch hangs on a graph."""
         return any(tensor.grad_fn is not None for tensor in tensors(self._under_way[0][0]))
 
     def __call__(self, batch: Any) -> Any:

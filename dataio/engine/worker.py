@@ -35,7 +35,8 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from accel.dataio.dataset.numbers import Numbers, set_numbers
-from accel.dataio.engine import slots, wire
+from accel.dataio.engine import slots
+from accel.dataio.fetching import wire
 from accel.dataio.fetching.fetch import Fetch, blame
 from accel.dataio.fetching.randomness import random_state, seed_everything
 from accel.profiler.errors import AccelError, InvalidType

@@ -7,7 +7,6 @@ import multiprocessing.process
 import os
 import pickle
 import signal
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -41,15 +40,10 @@ os.register_at_fork(after_in_child=_forget_in_child)
 class WorkerHandle:
     """One worker process; `start` may be called again when it is gone.
 
-    Args:
-        number: of the worker.
-
     Attributes:
         jobs: those it has, by serial number.
         slots: its shared memory, as the loop sees it.
-        ready: True once it has started.
         served: batches it has made.
-        threads_at_start: threads of the loop's process when it was started.
     """
 
     def __init__(self, number: int) -> None:
@@ -62,10 +56,8 @@ class WorkerHandle:
 
     def _begin(self) -> None:
         self.slots, self.ready, self.served = SlotReader(), False, 0
-        self.threads_at_start = threading.active_count()
 
     def start(self, context: Any, task: worker.Task) -> None:
-        """Start the process."""
         self._begin()
         ours, theirs = multiprocessing.Pipe(duplex=True)
         _ENDS.add(ours)

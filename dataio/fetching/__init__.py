@@ -1,1 +1,1 @@
-"""Fetching one batch: what it calls, what it draws, and with which random state."""
+"""Fetching one batch: what it calls, what it draws, with which random state, and how it travels."""

@@ -1,15 +1,8 @@
 """Make a batch from a list of indices, as a `DataLoader` does, and say which sample failed when one did.
 
-A dataset is asked in the widest way it understands:
-
-| the dataset | is asked for |
-|---|---|
-| `TensorDataset`, or a `Subset` of one, with the default collate function | its tensors, by the whole list |
-| has `__getitems__` | the list of samples in one call |
-| anything else | one sample after the other |
-
-All three give the bits of the last one: for the first, indexing with a list copies the same rows that stacking would.
-In place of the last two a cache may stand that knows the samples (`keep_samples`).
+A `TensorDataset`, or a `Subset` of one, with the default collate function is asked for its tensors by the whole list,
+which copies the same rows that stacking would; a dataset with `__getitems__` for the list of samples in one call. In
+place of both, and of one sample after the other, a cache may stand that knows the samples (`keep_samples`).
 """
 
 from __future__ import annotations
@@ -17,7 +10,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,36 +22,24 @@ from accel.profiler.interruptions import Tolerated
 _AT = "_accel_sample"
 
 
-class KnownSamples(Protocol):
-    """Returns the samples of a dataset, from where it has them."""
-
-    def __getitems__(self, indices: list[Any]) -> list[Any]:
-        """Return the samples of a batch."""
-
-
 class SampleSource:
-    """Where samples come from in place of the dataset; the same object for all that makes a loader's batches."""
+    """Where samples come from in place of the dataset, if `__getitems__` of another thing knows them."""
 
     def __init__(self) -> None:
-        self.known: KnownSamples | None = None
+        self.known: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SampleSource, ()  # another process fetches
 
 
 class Fetch:
-    """Make batches of `loader`'s dataset.
+    """Make batches of a map-style dataset.
 
     Args:
         dataset: map-style dataset.
         collate: makes a batch from samples.
         batched: indices come in lists; False when the loader has `batch_size=None` and an index is a batch.
         source: where samples come from in place of the dataset; default the dataset.
-
-    Example:
-        >>> fetch = Fetch(range(10), default_collate, batched=True)
-        >>> fetch([2, 3])
-        tensor([2, 3])
     """
 
     accel_hides: ClassVar[frozenset[str]] = frozenset({"_source"})
@@ -70,7 +51,6 @@ class Fetch:
         self._source = source or SampleSource()
 
     def of(self, dataset: Any) -> Fetch:
-        """Return what makes the same batches of another dataset."""
         return Fetch(dataset, self.collate, self.batched)
 
     def __call__(self, indices: Any) -> Any:
@@ -135,7 +115,7 @@ def fetch_of(loader: DataLoader[Any]) -> Fetch:
 _SOURCES: weakref.WeakKeyDictionary[DataLoader[Any], SampleSource] = weakref.WeakKeyDictionary()
 
 
-def keep_samples(loader: DataLoader[Any], known: KnownSamples | None) -> None:
+def keep_samples(loader: DataLoader[Any], known: Any) -> None:
     """Have all that makes batches of a loader take samples from `known`, workers that are forked from now on too."""
     _SOURCES.setdefault(loader, SampleSource()).known = known
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import sys
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.utils.data import DataLoader
@@ -26,7 +26,7 @@ from accel.profiler.interruptions import ours
 log = logging.getLogger("accel.dataio")
 
 Mode = Literal["auto", "inline", "threads", "processes", "fork", "forkserver", "spawn"]
-MODES = ("auto", "inline", "threads", "processes", "fork", "forkserver", "spawn")
+MODES = get_args(Mode)
 _STALL_S = 3.0
 
 
@@ -43,19 +43,14 @@ class Options(NamedTuple):
 class LoaderEngines:
     """Makes engines by their settings, where they may be had.
 
-    Args:
-        loader: whose batches they make.
-        options: of the `ContinuousLoader`.
-
     Attributes:
-        moved_file: one that was open before a fetch, and has been read from by it.
         changing: what fetching was seen to change.
         slowest_s: of the batches made in the loop's own thread.
     """
 
     def __init__(self, loader: DataLoader[Any], options: Options) -> None:
         self.loader, self.options = loader, options
-        self.moved_file = self.changing = ""
+        self.changing = ""
         self.slowest_s = 0.0
         self._accepted = ""  # of `shared_handle`, when the user's own workers were started
         self._engines: dict[Setting, Engine] = {}
@@ -112,8 +107,6 @@ class LoaderEngines:
         loader = self.loader
         if setting.mode == "inline":
             return InlineEngine(loader)
-        if not self.asked and self.moved_file:
-            raise HandleShared(f"fetching reads from a file that was open before: {self.moved_file}")
         if setting.mode == "threads":
             # Who asked for worker processes did not ask for threads; and a dataset may have opened its file since.
             asked = self.options.mode == "threads" or self.declared_safe
@@ -152,12 +145,10 @@ class LoaderEngines:
         return engine
 
     def processes(self, setting: Setting) -> list[Any]:
-        """Return the worker processes of a setting."""
         engine = self._engines.get(setting)
         return engine.processes if isinstance(engine, ProcessEngine) else []
 
     def close(self, but: Setting | None = None) -> None:
-        """End threads and processes, but those of one setting."""
         for each in [each for each in self._engines if each != but]:
             self._engines.pop(each).close()
 

@@ -1,12 +1,9 @@
 """The index lists of an epoch: drawn early, and seen to be the right ones.
 
-The next epoch is drawn under a *copy* of the random state, in the order in which a `DataLoader` draws: the workers'
-base seed first, then the sampler at its first index. When the loop does begin the epoch, the copy is compared with the
-real state. If they are equal, the lists are exactly what the plain loader would have drawn, and the real state is
-advanced as it would have been, by the same draws.
-
-torch's own generator is one for all threads. So it is not written here: torch's samplers draw from a copy of it. The
-next epoch of a sampler with a method `peek_epoch` that draws from it is not known.
+The next epoch is drawn by copies of samplers and generators, in the order in which a `DataLoader` draws: the workers'
+base seed first, then the sampler at its first index. `RandomSampler` draws once more when it is exhausted. When the
+loop does begin the epoch, the random states are compared with those that were copied. If they are equal, the lists are
+exactly what the plain loader would have drawn, and the states are advanced as they would have been, by the same draws.
 """
 
 from __future__ import annotations
@@ -30,86 +27,49 @@ States = list[torch.Tensor]
 """Of torch's own generator, and of the loader's."""
 
 
-class Draws:
-    """Index lists, and what drawing them does to the loader's own generators.
+class AheadLists:
+    """Yields the index lists of an epoch that has not begun; at its end draws what the loader's sampler would draw."""
 
-    A sampler may draw as it goes; `RandomSampler` draws once more when it is exhausted. Lists of an epoch that has not
-    begun are drawn under states of their own, so that the loop finds its own as it left them.
-
-    Args:
-        loader: whose samplers yield `indices`.
-        indices: the index lists.
-        apart: random states to draw under until `begin`; None to draw under the loop's.
-        global_draws: numbers that the lists need of torch's own generator, drawn when the epoch begins.
-    """
-
-    def __init__(
-        self, loader: DataLoader[Any], indices: Iterator[Any], apart: States | None = None, global_draws: int = 0
-    ) -> None:
-        self._loader, self._lists, self._apart = loader, indices, apart
-        self._global_draws = global_draws
-        self._own = _generators(loader)
+    def __init__(self, loader: DataLoader[Any], lists: Iterator[Any]) -> None:
+        self._loader, self._lists = loader, lists
+        self._counts = self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._apart is None:
-            return next(self._lists)
-        real = capture(self._loader)[1:]
-        restore_own(self._loader, self._apart[1:])
         try:
             return next(self._lists)
-        finally:
-            self._apart = [self._apart[0], *capture(self._loader)[1:]]
-            restore_own(self._loader, real)
+        except StopIteration:
+            was_over, self._is_over = self._is_over, True
+            if self._counts and not was_over:
+                draw_at_end(self._loader)
+            raise
 
     def begin(self) -> None:
-        """Begin the epoch: what it has drawn so far counts now."""
-        if self._apart is not None:
-            restore_own(self._loader, self._apart[1:])
-            _advance(self._global_draws)
-            self._apart = None
-
-    def begin_apart(self, since: States) -> bool:
-        """Begin the epoch and leave the random states alone; return False if these lists have moved them `since`."""
-        if self._apart is None or same(self._apart, since):
-            self._apart = None
-        return self._apart is None
-
-    def generators(self) -> States:
-        """Return the states of the loader's own generators, as these draws left them."""
-        return [g.get_state() for g in self._own] if self._apart is None else self._apart[1:]
-
-    def put_back(self, drawn: States, wanted: States) -> None:
-        """Set the loader's own generators to `wanted` if nobody but us has drawn from them since `drawn`."""
-        for generator, left, state in zip(self._own, drawn, wanted, strict=True):
-            if torch.equal(generator.get_state(), left):
-                generator.set_state(state)
-
-    def draw_again(self, drawn: States, wanted: States) -> None:
-        """Draw what leads from `drawn` to `wanted`, of which the lists are known."""
-        sampler = ordering(self._loader)
-        if type(sampler) is RandomSampler and sampler.generator is not None and not sampler.replacement:
-            torch.randperm(len(sampler.data_source), generator=sampler.generator)  # as at its end; it yields none of it
-        else:
-            self.put_back(drawn, wanted)
+        """The epoch has begun."""
+        self._counts = True
+        if self._is_over:
+            draw_at_end(self._loader)
 
 
 @dataclass
 class Ahead:
-    """The next epoch's index lists, drawn ahead, with what must still hold when it begins."""
+    """The next epoch's index lists, drawn ahead, with what must still hold when it begins.
+
+    Attributes:
+        before, began, after: random states at which it is drawn, once it has begun, and once its first list is drawn.
+        draws: numbers that the base seed and the first list need of torch's own generator.
+        lengths, settings: of dataset and samplers, when the lists were drawn.
+    """
 
     before: States
     began: States
-    """Random states once the epoch has begun, before its first list is drawn."""
-    base_draws: int
-    """Numbers that the base seed needs of torch's own generator."""
+    after: States
+    draws: tuple[int, int]
     lengths: tuple[int, ...]
-    """Of dataset and sampler, when the lists were drawn."""
     settings: list[tuple[Any, dict[str, Any]]]
-    """Of torch's samplers, when the lists were drawn."""
-    draws: Draws
+    lists: Iterator[Any]
     base_seed: int
     epoch: int | None
     peeked: PeekedEpoch
@@ -122,23 +82,23 @@ class Ahead:
     def begin(self, loader: DataLoader[Any]) -> None:
         """Begin the epoch: the random states are where its first list is going to be drawn."""
         restore_own(loader, self.began[1:])
-        _advance(self.base_draws)
+        _advance(self.draws[0])
         self.peeked.begin()
 
     def start(self, loader: DataLoader[Any]) -> bool:
-        """Have the lists that were drawn count; return False if the loop drew something since the epoch began."""
-        if not same(capture(loader), self.began):
-            return self.draws.begin_apart(self.began)
-        self.draws.begin()
+        """Have the lists that were drawn count; return False if they hang on what the loop has drawn since."""
+        if same(capture(loader), self.began):
+            restore_own(loader, self.after[1:])
+            _advance(self.draws[1])
+        elif not same(self.began, self.after):
+            return False
         return True
 
 
 class Guesses:
     """What a sampler's next epoch is guessed from, and whether that is worth while.
 
-    Attributes:
-        step: by how much the sampler's epoch is expected to move on.
-        failed: epochs that were begun ahead in vain.
+    `step` is by how much the sampler's epoch is expected to move on, `failed` counts epochs begun ahead in vain.
     """
 
     def __init__(self) -> None:
@@ -152,7 +112,6 @@ class Guesses:
         self._begun_at = epoch
 
     def was_right(self) -> None:
-        """Count an epoch that was the guessed one."""
         self._wrong = 0
 
     def was_wrong(self, *, can_learn: bool) -> None:
@@ -162,7 +121,6 @@ class Guesses:
 
     @property
     def are_worth_it(self) -> bool:
-        """Whether the next epoch is to be guessed."""
         return self._wrong < _MOST_WRONG
 
 
@@ -257,9 +215,7 @@ def _draw(generator: torch.Generator | None) -> int:
 def begin(loader: DataLoader[Any], *, seeded: int | None = None) -> tuple[Iterator[Any], int]:
     """Begin an epoch as the plain loader would: return its index lists and the base seed.
 
-    Args:
-        loader: map-style loader.
-        seeded: the base seed, if it is not to be drawn: persistent workers keep theirs.
+    `seeded` is the base seed, if it is not to be drawn: persistent workers keep theirs.
     """
     if seeded is not None:
         return iter(loader._index_sampler), seeded
@@ -268,65 +224,91 @@ def begin(loader: DataLoader[Any], *, seeded: int | None = None) -> tuple[Iterat
     return (iter(loader._index_sampler) if loader.num_workers else lists), seed
 
 
-def draw_ahead(loader: DataLoader[Any], *, step: int = 1, seeded: int | None = None) -> Ahead | None:
+def draw_ahead(
+    loader: DataLoader[Any], *, step: int = 1, seeded: int | None = None, ended: bool = True
+) -> Ahead | None:
     """Draw the next epoch's index lists under a copy of the random state; None if they can't be known or are none.
 
     Args:
         loader: map-style loader.
         step: by how much the sampler's epoch is expected to move on.
         seeded: see `begin`.
+        ended: the running epoch's sampler has drawn what it draws at its end.
     """
     if not can_draw_ahead(loader):
         return None
-    before, epoch = capture(loader), epoch_of(loader)
+    states, epoch, sampler = capture(loader), epoch_of(loader), ordering(loader)
+    copies = {id(own): _copy(state) for own, state in zip([None, *_generators(loader)], states, strict=True)}
     following = None if epoch is None else epoch + step
-    apart = torch.Generator()
-    apart.set_state(before[0])
-    base_draws = int(seeded is None and loader.generator is None)
-    try:
-        if seeded is None:
-            seeded = _draw(apart if loader.generator is None else loader.generator)
-        if can_peek(loader):
-            peeked = loader._index_sampler.peek_epoch(following)
-        else:
-            set_epoch(loader, following)
-        began, global_draws = [apart.get_state(), *capture(loader)[1:]], 0
-        if not can_peek(loader):
-            sampler, global_draws = _seeded(loader, apart)
-            peeked = PeekedEpoch(iter(sampler))
-        first = None if peeked is None else next(peeked.lists, None)
-        after = [apart.get_state(), *capture(loader)[1:]]
-    finally:
-        restore_own(loader, before[1:])
-        set_epoch(loader, epoch)
-    if can_peek(loader) and not torch.equal(torch.get_rng_state(), before[0]):
-        torch.set_rng_state(before[0])
-        return None  # a sampler that peeks and draws from torch's own generator
+    if not ended and draws_at_end(loader):
+        torch.randperm(len(sampler.data_source), generator=copies[id(sampler.generator)])
+    before, base_draws = (
+        [each.get_state() for each in copies.values()],
+        int(seeded is None and loader.generator is None),
+    )
+    if seeded is None:
+        seeded = _draw(copies[id(loader.generator)])
+    began = [each.get_state() for each in copies.values()]
+    peeked = _peeked(loader, following) if can_peek(loader) else PeekedEpoch(_lists_of_copy(loader, following, copies))
+    first = None if peeked is None else next(peeked.lists, None)
+    if can_peek(loader) and not same(capture(loader), states):  # it has drawn
+        restore_own(loader, states[1:])
+        torch.set_rng_state(states[0])
+        return None
     if peeked is None or first is None:
         return None
-    draws = Draws(loader, itertools.chain([first], peeked.lists), after, global_draws)
-    return Ahead(before, began, base_draws, lengths(loader), settings(loader), draws, seeded, following, peeked)
+    after = [each.get_state() for each in copies.values()]
+    draws = base_draws, int(not torch.equal(after[0], began[0]))
+    lists = itertools.chain([first], peeked.lists)
+    return Ahead(before, began, after, draws, lengths(loader), settings(loader), lists, seeded, following, peeked)
 
 
-def _seeded(loader: DataLoader[Any], apart: torch.Generator) -> tuple[Any, int]:
-    """Return what yields the index lists, its seed drawn from `apart` and not from torch's own; and how many draws."""
-    outer, sampler = loader._index_sampler, ordering(loader)
-    if type(sampler) is not RandomSampler or sampler.generator is not None:
-        return outer, 0
-    seeded = copy.copy(sampler)
-    seeded.generator = torch.Generator().manual_seed(_draw(apart))
-    if outer is sampler:
-        return seeded, 1
+def _peeked(loader: DataLoader[Any], epoch: int | None) -> PeekedEpoch | None:
+    peeked: PeekedEpoch | None = loader._index_sampler.peek_epoch(epoch)
+    return peeked
+
+
+def _copy(state: torch.Tensor) -> torch.Generator:
+    generator = torch.Generator()
+    generator.set_state(state)
+    return generator
+
+
+def _lists_of_copy(loader: DataLoader[Any], epoch: int | None, copies: dict[int, torch.Generator]) -> Iterator[Any]:
+    """Return the index lists of an epoch, from a copy of the samplers that draws from copies of the generators."""
+    sampler = copy.copy(ordering(loader))
+    if type(sampler) is RandomSampler and sampler.generator is None:
+        sampler.generator = torch.Generator().manual_seed(_draw(copies[id(None)]))
+    elif type(sampler) is RandomSampler:
+        sampler.generator = copies[id(sampler.generator)]
+    elif type(sampler) is DistributedSampler and epoch is not None:
+        sampler.epoch = epoch
+    outer: Any = loader._index_sampler
+    if outer is ordering(loader):
+        return iter(sampler)
     outer = copy.copy(outer)
-    outer.sampler = seeded
-    return outer, 1
+    outer.sampler = sampler
+    return iter(outer)
+
+
+def draws_at_end(loader: DataLoader[Any]) -> bool:
+    """Return whether the sampler draws from a generator of the loader's own once all its indices are read."""
+    sampler: Any = ordering(loader)
+    if type(sampler) is not RandomSampler or sampler.generator is None or sampler.replacement:
+        return False
+    return sampler.num_samples == len(sampler.data_source)
+
+
+def draw_at_end(loader: DataLoader[Any]) -> None:
+    """Draw what the sampler draws once all its indices are read."""
+    if draws_at_end(loader):
+        sampler = ordering(loader)
+        torch.randperm(len(sampler.data_source), generator=sampler.generator)
 
 
 def same_draws(loader: DataLoader[Any], ahead: Ahead) -> bool:
-    """Return whether the random states are those under which `ahead` was drawn."""
     return same(capture(loader), ahead.before)
 
 
 def same(states: States, other: States) -> bool:
-    """Return whether two lists of random states are equal."""
     return len(states) == len(other) and all(torch.equal(a, b) for a, b in zip(states, other, strict=True))

@@ -21,7 +21,6 @@ from accel.dataio.engine.engine import (
     InlineEngine,
     ThreadsDraw,
     WorkerDied,
-    WorkersStuck,
 )
 from accel.dataio.passes import epochs, resume
 from accel.dataio.passes.engines import LoaderEngines, Options, tuner_of, watch_of
@@ -124,11 +123,9 @@ class LoaderCore(BatchSource):
         self.setting, self.reason = self.setting._replace(mode="inline", workers=1), reason
 
     def worker_processes(self) -> list[Any]:
-        """Return the processes that make batches now."""
         return self.engines.processes(self.setting)
 
     def close(self) -> None:
-        """End threads and processes."""
         self._newest.detach()
         if self._continuous is not None:
             self._continuous.drop()
@@ -176,14 +173,12 @@ class LoaderCore(BatchSource):
         self._begun = resume.begun(self.loader)
         if continuous.resume():
             return
-        continuous.drop()  # before anything is drawn: it puts the generators back
-        self._begun = resume.begun(self.loader)
+        continuous.drop()
         seeded = self._base_seed if epochs.persistent(self.loader) else None
         indices, self._base_seed = epochs.begin(self.loader, seeded=seeded)
         continuous.take(indices, base_seed=self._base_seed)
 
     def fetch(self, running: EpochIterator) -> Any:
-        """Return the next batch."""
         if running.continuous is None:
             batch = next(running.rest)
         elif self._measured is None:
@@ -195,7 +190,7 @@ class LoaderCore(BatchSource):
     def _as_requested(self, continuous: PrefetchAcrossEpochs) -> Any:
         try:
             return continuous.fetch()
-        except (ThreadsDraw, BatchHasGraph, WorkersStuck) as error:
+        except (ThreadsDraw, BatchHasGraph) as error:
             advice = ". Use mode='processes' for such a dataset" if isinstance(error, ThreadsDraw) else ""
             mode = self.options.mode
             warnings.warn(f"{error}: mode={mode!r} goes on in the loop's own thread{advice}", stacklevel=5)
@@ -245,14 +240,7 @@ class LoaderCore(BatchSource):
 
 
 class Measured:
-    """Fetch each batch under the setting on trial, and report its time to the tuner.
-
-    Args:
-        engines: those that the tuner chooses among.
-
-    Attributes:
-        tuner: chooses the setting.
-    """
+    """Fetch each batch under the setting on trial, and report its time to the tuner."""
 
     def __init__(self, engines: LoaderEngines) -> None:
         self._engines, self._left_at = engines, math.nan
@@ -269,7 +257,6 @@ class Measured:
         self._left_at = time.perf_counter()
 
     def fetch(self, core: LoaderCore, continuous: PrefetchAcrossEpochs) -> Any:
-        """Return the next batch, by the engines of `core`."""
         tuner = self.tuner
         if tuner.current != core.setting:
             core.follow(tuner)
@@ -319,7 +306,6 @@ class Measured:
         watch = self._watch
         assert watch is not None
         batch = watch.around(continuous.fetch)
-        self._engines.moved_file = self._engines.moved_file or watch.moved_file
         if watch.finding:
             self._engines.changing = watch.finding
             self.tuner.forbid_threads(watch.finding)

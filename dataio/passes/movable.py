@@ -72,9 +72,7 @@ def not_read_ahead(loader: DataLoader[Any]) -> str:
 def not_elsewhere(loader: DataLoader[Any], *, exact: bool) -> str:
     """Return '' if the dataset may be read in other processes, as far as can be seen of it, else the reason why not.
 
-    Args:
-        loader: that is movable.
-        exact: what the loop could change without being seen is a reason, too.
+    If it must be `exact`, what the loop could change without being seen is a reason, too.
     """
     from accel.dataio.dataset.handles import shared_handle
     from accel.dataio.dataset.watch import DatasetWatch

@@ -22,13 +22,7 @@ _START_METHOD = "fork" if sys.platform == "linux" else None
 
 
 def moved(loader: DataLoader[Any], workers: int, *, threads: bool = False, whole: bool = False) -> PrefetchAcrossEpochs:
-    """Return what makes a loader's batches ahead in worker processes, or in threads.
-
-    Args:
-        loader: map-style, without workers of its own.
-        workers: processes or threads.
-        threads: whether threads.
-        whole: see `PrefetchAcrossEpochs`.
+    """Return what makes a loader's batches ahead in worker processes, or in threads; `whole`: see `AheadCheck`.
 
     Raises:
         InvalidArgument: if the batches of its first samples differ from the plain loader's, or hold what is the
@@ -51,8 +45,8 @@ def _processes(loader: DataLoader[Any], workers: int) -> ProcessEngine:
     took_s = time.perf_counter() - began
     if one_memory(batch, _plain(loader, _first(loader))):
         raise InvalidArgument(
-            "batches hold the dataset's own objects: what the loop writes into them must stay there, and worker "
-            "processes return copies"
+            "batches hold the dataset's own memory: what the loop writes there must stay there, and worker processes "
+            "return copies"
         )
     stall_s = max(STALL_S, 10 * took_s)
     check = partial(check_fork, loader)

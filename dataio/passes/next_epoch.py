@@ -17,10 +17,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.dataset.watch import DatasetWatch
-from accel.dataio.engine.thread_pool import ThreadModes
 from accel.dataio.fetching.fetch import fetch_of
 from accel.dataio.passes import epochs
-from accel.dataio.passes.epochs import Ahead, Draws, Guesses
+from accel.dataio.passes.epochs import Ahead, AheadLists, Guesses
 from accel.dataio.passes.movable import not_continuable
 from accel.profiler.errors import InvalidArgument
 from accel.profiler.interruptions import ours
@@ -32,17 +31,9 @@ _OPTIONS = (
 
 
 class NextEpoch:
-    """Begins a loader's epochs, the next one early where it can be known.
+    """Begins a loader's epochs, the next one early where it can be known; raises InvalidArgument if `not_continuable`.
 
-    Args:
-        loader: map-style, with `num_workers` of at least 1.
-
-    Attributes:
-        used: epochs that were begun early, in time.
-        guesses: what they are begun from, and how many were in vain.
-
-    Raises:
-        InvalidArgument: if `not_continuable`.
+    `used` counts epochs that were begun early, in time.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -92,13 +83,7 @@ class NextEpoch:
 
 
 class _EarlyEpoch:
-    """An epoch begun early.
-
-    Args:
-        loader: whose epoch it is.
-        ahead: its index lists.
-        watch: sees what changes in the dataset since.
-    """
+    """An epoch begun early; `watch` sees what changes in the dataset since."""
 
     def __init__(self, loader: DataLoader[Any], ahead: Ahead, watch: DatasetWatch) -> None:
         self.ahead, self._watch, self._conditions = ahead, watch, _conditions(loader)
@@ -107,7 +92,8 @@ class _EarlyEpoch:
         # The base seed is the generator's first number.
         generator = torch.Generator()
         generator.set_state(ahead.before[0 if loader.generator is None else 1])
-        own.__dict__.update(batch_sampler=_Lists(ahead.draws), generator=generator)
+        self._lists = AheadLists(loader, ahead.lists)  # torch asks them for an iterator twice
+        own.__dict__.update(batch_sampler=self._lists, generator=generator)
         self._batches: Any = iter(own)
 
     def is_right(self, loader: DataLoader[Any]) -> bool:
@@ -118,25 +104,17 @@ class _EarlyEpoch:
     def begin(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Make it the running epoch: its draws count from now on."""
         self.ahead.begin(loader)
-        self.ahead.draws.begin()
+        self.ahead.start(loader)
+        self._lists.begin()
         batches: Iterator[Any] = self._batches
         return batches
 
     def close(self) -> None:
-        """End its workers."""
         self._batches._shutdown_workers()
-
-
-class _Lists:
-    """A batch sampler of lists that are drawn already; torch asks it for an iterator twice."""
-
-    def __init__(self, draws: Draws) -> None:
-        self._draws = draws
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._draws
 
 
 def _conditions(loader: DataLoader[Any]) -> tuple[Any, ...]:
     """Return what else batches depend on: options of the loader that may be set, and modes of torch."""
-    return *(getattr(loader, name) for name in _OPTIONS), ThreadModes.now(), torch.get_default_dtype()
+    cast = [torch.is_autocast_enabled(each) and torch.get_autocast_dtype(each) for each in ("cpu", "cuda")]
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.empty(0).device, torch.get_default_dtype()
+    return *(getattr(loader, name) for name in _OPTIONS), *cast, *modes

@@ -9,7 +9,6 @@ take one in two hundred of the loop's time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -35,11 +34,6 @@ class AheadCheck:
         strict: nobody asked for them: raise `NotAhead` once they could be others.
         whole: also where a change of the dataset might not be seen.
         seeded: the loop itself makes a batch from its job's seed; if not, as a plain loader does.
-        clock: returns seconds.
-
-    Attributes:
-        watch: on what the loop changes; None where nothing is made ahead.
-        seen, compared: batches that were handed over, and those of them that were compared.
     """
 
     def __init__(
@@ -49,43 +43,30 @@ class AheadCheck:
         strict: bool,
         whole: bool = False,
         seeded: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._loader, self.strict, self._whole, self._seeded, self._clock = loader, strict, whole, seeded, clock
+        self._loader, self.strict, self._whole, self._seeded = loader, strict, whole, seeded
         self.watch: DatasetWatch | None = None
         self._sampler_finding = ""
         self._renewals = self.seen = self.compared = 0
         self._is_due = False
-        self._began, self._spent_s, self._last_s = clock(), 0.0, 0.0
+        self._began, self._spent_s, self._last_s = time.perf_counter(), 0.0, 0.0
 
     def look(self, watch: DatasetWatch | None) -> None:
         """Watch from now on what the loop changes of what fetching reads; None for nothing."""
         self.watch = watch if self._renewals <= _MOST_RENEWALS else None
         self._sampler_finding = not_read_ahead(self._loader) if self.strict else ""
 
-    def refuse(self, *, drawn_since: bool) -> None:
-        """Raise `NotAhead` if nothing may be made ahead now.
-
-        Args:
-            drawn_since: somebody else has drawn from the sampler's generator.
-        """
+    def refuse(self) -> None:
+        """Raise `NotAhead` if nothing may be made ahead now."""
         if not self.strict or self.watch is None:
             return
         if self._sampler_finding:
             raise NotAhead(self._sampler_finding)
-        if drawn_since:
-            raise NotAhead("the loop draws from the sampler's generator too")
-        if self.watch.trained:
-            raise NotAhead(f"fetching reads {self.watch.trained}, which each step changes")
         if self._whole and self.watch.unseen:
             raise NotAhead(f"the loop could change {self.watch.unseen}, within an epoch without being seen")
 
     def is_stale(self, indices: Any) -> bool:
-        """Return whether batches are to be made anew: the loop has changed what fetching reads.
-
-        Args:
-            indices: of the batch that is about to be used.
-        """
+        """Return whether batches are to be made anew: the loop has changed what fetching reads for the next one."""
         if self.watch is None or not self.watch.changed(indices):
             return False
         if self.strict:
@@ -102,7 +83,7 @@ class AheadCheck:
         if not self.strict or self.watch is None:
             return
         self.seen += 1
-        now = self._clock()
+        now = time.perf_counter()
         if not self._is_due and self._spent_s + self._last_s > _SHARE * (now - self._began):
             return
         fetch = fetch_of(self._loader).of(self._loader.dataset)  # past what a cache knows
@@ -117,5 +98,5 @@ class AheadCheck:
         if draws and not is_seeded:
             raise NotAhead("fetching a sample draws random numbers")
         self.compared += 1
-        self._is_due, self._last_s = False, self._clock() - now
+        self._is_due, self._last_s = False, time.perf_counter() - now
         self._spent_s += self._last_s

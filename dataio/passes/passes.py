@@ -1,17 +1,12 @@
 """One pass over a loader, as an iterator: its batches are prefetched by an engine, or come from a plain iterator.
 
 An engine works for one pass at a time, the newest. When a newer pass begins, when the engine fails or is no longer
-wanted, the pass is detached: another iterator makes the rest of its epoch. Which one depends on the maker:
-
-| maker | who decides | the rest is made by |
-|---|---|---|
-| `loader_core.LoaderCore` | the user, or the tuner | the loop's own thread |
-| `proxy.SwitchableSource` | the controller, between two batches | torch's iterator, given the lists that are left |
+wanted, the pass is detached: another iterator makes the rest of its epoch. Under `loader_core.LoaderCore` that is the
+loop's own thread, under `proxy.SwitchableSource` torch's iterator, given the lists that are left.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -43,14 +38,7 @@ class BatchSource(ABC):
 class EpochIterator:
     """One pass over a loader, as an iterator.
 
-    Args:
-        maker: decides which engine makes the batches.
-        copier: copies each batch to the device while the one before it is used; None for no copies.
-
-    Attributes:
-        position: number of the next batch in the epoch.
-        continuous: prefetches the batches; None while detached.
-        rest: yields the batches while detached.
+    `position` is the number of the next batch; `continuous` prefetches them, and while that is None `rest` yields them.
     """
 
     def __init__(self, maker: BatchSource, copier: AheadCopier | None = None) -> None:
@@ -64,12 +52,14 @@ class EpochIterator:
         except ours():
             raise
         except BaseException:
-            self._throw_away()
+            self._interrupted()
             raise
 
-    def _throw_away(self) -> None:
+    def _interrupted(self) -> None:
+        """Go on without the engine: something like Ctrl-C came, whatever that was at."""
         if self.continuous is not None:
             self.continuous.interrupted()
+            self.detach()
 
     def attach(
         self, continuous: PrefetchAcrossEpochs, go_on: Callable[[EpochIterator, PrefetchAcrossEpochs], Iterator[Any]]
@@ -83,19 +73,13 @@ class EpochIterator:
             self.rest = self._go_on(self, self.continuous)
             self.continuous = None
 
-    def __del__(self) -> None:
-        continuous = self.__dict__.get("continuous")
-        if continuous is not None and not sys.is_finalizing():
-            continuous.epoch.put_back()
-
     def __iter__(self) -> Any:
         return self
 
     def __next__(self) -> Any:
-        position = self.position
         try:
             batch = self._fetch() if self._copier is None else self._copied(self._copier)
-            self._stand_at(position + 1 if self.continuous is None else self._reached)
+            self._stand_at(self.position + 1 if self.continuous is None else self._reached)
             return batch
         except StopIteration:
             self._end()
@@ -103,17 +87,8 @@ class EpochIterator:
         except ours():
             raise
         except BaseException:
-            self.give_back(position)
+            self._interrupted()
             raise
-
-    def give_back(self, position: int) -> None:
-        """Make the batches from number `position` on again, which an interruption kept from the loop."""
-        if self._copier is not None:
-            self._copier, self._late = type(self._copier)(self._copier.device), None
-        if self.continuous is None:
-            return
-        self._stand_at(position)
-        self._throw_away()
 
     def _fetch(self) -> Any:
         try:
@@ -131,13 +106,11 @@ class EpochIterator:
     def _pass_over(self) -> None:
         """Skip the batch that could not be made."""
         if self.continuous is not None:
-            self.continuous.epoch.move_on()
+            self.continuous.epoch.pass_over()
         self._stand_at(self.position + 1 if self.continuous is None else self._reached)
 
     def _stand_at(self, position: int) -> None:
         self.position = position
-        if self.continuous is not None:
-            self.continuous.epoch.handed = position
 
     def _end(self) -> None:
         self.continuous, self.rest = None, iter(())  # a newer pass has nothing to detach, and keeps what is made ahead
@@ -173,7 +146,6 @@ class ActiveIterator:
         self._pass: weakref.ref[EpochIterator] | None = None
 
     def is_(self, running: EpochIterator) -> bool:
-        """Return whether `running` is the newest."""
         return self._pass is not None and self._pass() is running
 
     def begin(self, newer: EpochIterator) -> None:
@@ -182,7 +154,6 @@ class ActiveIterator:
         self._pass = weakref.ref(newer)
 
     def detach(self) -> None:
-        """Detach the newest from its engine."""
         running = None if self._pass is None else self._pass()
         if running is not None:
             running.detach()
@@ -194,12 +165,7 @@ class ActiveIterator:
 
 
 class InlineRest:
-    """The rest of a pass, made in the loop's own thread.
-
-    Args:
-        running: the pass.
-        continuous: has made its batches until now.
-    """
+    """The rest of a pass that `continuous` has begun, made in the loop's own thread."""
 
     def __init__(self, running: EpochIterator, continuous: PrefetchAcrossEpochs) -> None:
         from accel.dataio.engine.engine import InlineEngine  # seldom: for a pass that engines have begun
@@ -210,13 +176,6 @@ class InlineRest:
         return self
 
     def __next__(self) -> Any:
-        # A job whose batch was interrupted is the engine's still.
-        if not self._engine.jobs and not self._left.next_job(self._engine.submit):
+        if not self._left.next_job(self._engine.submit):
             raise StopIteration
-        try:
-            return self._engine.collect()
-        except ours():
-            raise
-        except BaseException:
-            self._engine.put_back()
-            raise
+        return self._engine.collect()

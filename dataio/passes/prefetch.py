@@ -34,17 +34,11 @@ from accel.profiler.interruptions import ours
 
 
 class PrefetchAcrossEpochs:
-    """Fetch batches by `engine` from index lists that may outlive the epoch.
-
-    Args:
-        loader: map-style loader whose samplers, collate function and worker_init_fn are used.
-        engine: makes the batches.
-        strict, whole: see `AheadCheck`.
+    """Fetch batches by `engine` from index lists that may outlive the epoch; `strict`, `whole`: see `AheadCheck`.
 
     Attributes:
         epoch: the jobs of the running epoch; those of the next one, drawn ahead, follow on it.
         guesses: what the next epoch is drawn ahead from, and how often that was in vain.
-        copies: of the dataset, which engines have.
     """
 
     def __init__(self, loader: DataLoader[Any], engine: Engine, *, strict: bool = False, whole: bool = False) -> None:
@@ -53,10 +47,10 @@ class PrefetchAcrossEpochs:
         self.copies, self.guesses = DatasetCopies(loader, self.check), Guesses()
         self.epoch = EpochJobs(IndexLists(loader, iter(())))
         self.epoch.feeding = False
-        self._owner = os.getpid()  # 0 while what is under way is thrown away
+        self._owner = os.getpid()
 
     def take(self, indices: Iterator[Any], *, base_seed: int = 0, first: int = 0, ahead: bool = True) -> None:
-        """Begin to feed the engine from `indices`, the index lists that are still to come in the running epoch.
+        """Begin to feed the engine from the index lists that are still to come in the running epoch.
 
         Args:
             indices: the index lists; drawn from at most `engine.capacity` batches early.
@@ -64,6 +58,8 @@ class PrefetchAcrossEpochs:
             first: number of the first list in its epoch.
             ahead: go on with the next epoch at its end, if that can be drawn ahead.
         """
+        if os.getpid() != self._owner:  # a copy in a forked process
+            self.interrupted()
         self.drop()
         self.guesses.epoch_begins(epochs.epoch_of(self.loader), at_an_end=not first and self.epoch.ended)
         self.copies.begin_epoch(self.engine, whole=not first)
@@ -79,6 +75,8 @@ class PrefetchAcrossEpochs:
         """
         following = self.epoch.following
         if following is None or following.ahead is None or not (self.epoch.feeding and self.epoch.is_over):
+            return False
+        if os.getpid() != self._owner:
             return False
         ahead = following.ahead
         undisturbed = epochs.same_draws(self.loader, ahead)
@@ -110,7 +108,6 @@ class PrefetchAcrossEpochs:
         self.epoch = EpochJobs(lists, may_look_ahead=False)
 
     def drop(self) -> None:
-        """Forget what is under way; generators go back to where the batches that were served had left them."""
         self.epoch.drop(self.engine)
 
     def close(self) -> None:
@@ -123,13 +120,16 @@ class PrefetchAcrossEpochs:
 
         After an Exception the batch is passed over, unless another engine is switched to, which makes it again.
         """
-        if os.getpid() != self._owner:  # a copy of the loader in a forked process, or Ctrl-C once more
+        if os.getpid() != self._owner:
             self.interrupted()
-        self.epoch.move_on()
+            raise StopIteration
+        self.epoch.pass_over()
         self.prime()
-        epoch, job = self.epoch, self.epoch.oldest
-        if job is None:
+        epoch = self.epoch
+        if (job := epoch.oldest) is None:
             epoch.ended = True
+            if epoch.feeding:
+                epoch.lists.end()
             raise StopIteration
         if self.check.is_stale(job.indices):  # the loop has changed the dataset within the epoch
             epoch.take_back(self.engine)
@@ -141,7 +141,7 @@ class PrefetchAcrossEpochs:
         except ours():
             epoch.failed = True
             raise
-        epoch.served += 1
+        epoch.collected()
         try:
             if self.engine.capacity > 1:
                 self._fill()
@@ -157,10 +157,7 @@ class PrefetchAcrossEpochs:
             self._redraw()
         epoch = self.epoch
         epoch.ahead = None
-        if epoch.lists.has_new_size and epoch.waiting:
-            epoch.take_back(self.engine)
-            epoch.give_lists_back()
-        self.check.refuse(drawn_since=epoch.others_drew)
+        self.check.refuse()
         self._fill()
 
     def _fill(self) -> None:
@@ -188,20 +185,20 @@ class PrefetchAcrossEpochs:
             return False
         changed, view = expected
         seeded = epoch.lists.base_seed if epochs.persistent(self.loader) else None
-        ahead = epochs.draw_ahead(self.loader, step=self.guesses.step, seeded=seeded)
+        ended = epoch.lists.is_over
+        ahead = epochs.draw_ahead(self.loader, step=self.guesses.step, seeded=seeded, ended=ended)
         if ahead is None:
             return False
         self.copies.expect(self.engine, changed)
-        epoch.following = EpochJobs(IndexLists(self.loader, ahead.draws, ahead.base_seed, view), ahead)
+        epoch.following = EpochJobs(IndexLists(self.loader, ahead.lists, ahead.base_seed, view, is_ahead=True), ahead)
         return True
 
     def interrupted(self) -> None:
-        """Throw away what is under way, whatever it was at; the batches from `handed` on are made again."""
-        self._owner = 0
-        self.engine.reset()
-        self.epoch.go_back()
-        self.copies.made(self.engine)
+        """Give up what the engine has, whatever it was at: the rest of the pass is made without it."""
         self._owner = os.getpid()
+        self.engine.reset()
+        self.epoch.feeding = False
+        self.copies.made(self.engine)
 
     def switch(self, engine: Engine) -> None:
         """Go on with another engine from the next batch on; what is under way is made again by it."""
@@ -219,22 +216,15 @@ class PrefetchAcrossEpochs:
 
 
 class _Copies(NamedTuple):
-    """The state of the dataset that an engine's copies have."""
+    """The state of the dataset that an engine's copies have, and the epoch in which that was last looked at."""
 
     version: int
-    """Of the dataset, apart from its numbers."""
     numbers: Numbers
     epoch: int
-    """In which they were made, or last found to be as they should."""
 
 
 class DatasetCopies:
-    """The loop's dataset, and the copies that engines have of it.
-
-    Args:
-        loader: whose dataset and collate function they are.
-        check: is told what to watch of the dataset.
-    """
+    """The loop's dataset, and the copies that engines have of it; `check` is told what to watch of the dataset."""
 
     def __init__(self, loader: DataLoader[Any], check: AheadCheck) -> None:
         self._loader, self._fetch, self._check = loader, fetch_of(loader), check
@@ -292,9 +282,8 @@ class DatasetCopies:
     def expected(self, engine: Engine) -> tuple[Numbers, Any] | None:
         """Return what an engine is to make the next epoch's batches from, before that begins.
 
-        Returns:
-            The numbers that differ by then, and the dataset to read in place of the loop's own, None for that; None if
-            it can't be had, or could change without being seen.
+        These are the numbers that differ by then, and the dataset to read in place of the loop's own, None for that;
+        None if it can't be had, or could change without being seen.
         """
         if self._watch.unseen_at_all:
             return None

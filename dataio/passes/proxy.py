@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel.dataio.passes.passes import ActiveIterator, BatchSource, EpochIterator
-from accel.profiler.interruptions import ours
 
 if TYPE_CHECKING:
     from accel.dataio.dataset.fetch_watch import FetchWatch
@@ -66,7 +65,6 @@ class PassesUnderWay:
         return reference
 
     def end(self, one: weakref.ref[Any]) -> None:
-        """Note that a pass has no more batches."""
         self._begun = [each for each in self._begun if each is not one]
 
     @property
@@ -100,8 +98,6 @@ class Fetching:
         samples: what keeps samples below all of these, or None.
         transforms: functions applied to each batch, in order.
         newest: the only pass whose batches `workers` may make.
-        underway: the passes that the loop has begun.
-        fetch_watch: watches plain fetches, or None.
     """
 
     def __init__(self) -> None:
@@ -115,12 +111,7 @@ class Fetching:
 
 
 class LoaderProxy:
-    """Stand for `loader` and tell `listener` what the loop does with it.
-
-    Args:
-        loader: any iterable; a `torch.utils.data.DataLoader` can also have its fetching changed.
-        listener: called on requests and batches; None makes the proxy a plain pass-through.
-    """
+    """Stand for any iterable, and tell `listener`, if there is one, what the loop does with it."""
 
     __slots__ = ("__weakref__", "_accel_fetching", "_accel_listener", "_accel_loader", "_accel_pass")
 
@@ -167,7 +158,7 @@ class LoaderProxy:
             return iter(self._accel_loader)
         loader, fetching, listener = self._accel_loader, self._accel_fetching, self._accel_listener
         listener.epoch_begins()
-        return _Listened(EpochIterator(SwitchableSource(loader, fetching, listener)), fetching, listener, loader)
+        return _Listened(loader, fetching, listener)
 
     def _accel_next(self) -> Any:
         """Return the next batch of a loader that is an iterator itself: of a generator as one pass that is listened to.
@@ -202,7 +193,6 @@ _types: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDict
 
 
 def _proxy_type(kind: type) -> type:
-    """Return the subclass of `LoaderProxy` whose instances stand for those of `kind`."""
     known = _types.get(kind)
     if known is not None and (made := known()) is not None:
         return made
@@ -233,46 +223,37 @@ def _forwarding(name: str) -> Callable[..., Any]:
     return method
 
 
-class _Listened:
+class _Listened(EpochIterator):
     """A pass with transforms applied to its batches, and a listener called around them."""
 
-    def __init__(self, batches: EpochIterator, fetching: Fetching, listener: LoaderListener, loader: Any) -> None:
-        self._batches, self._listener, self._loader = batches, listener, loader
+    def __init__(self, loader: Any, fetching: Fetching, listener: LoaderListener) -> None:
+        super().__init__(SwitchableSource(loader, fetching, listener))
+        self._listener, self._loader = listener, loader
         self._underway, self._transforms = fetching.underway, fetching.transforms
         self._name = self._underway.begin(self)
         self._has_ended = False
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
     def __next__(self) -> Any:
         if self._has_ended:  # a loop that fetches ahead may ask again: that ends neither a step nor an epoch
             raise StopIteration
-        position = self._batches.position
+        self._underway.asked = self._name
+        self._listener.batch_requested()
         try:
-            self._underway.asked = self._name
-            self._listener.batch_requested()
-            try:
-                batch = next(self._batches)
-            except StopIteration:
-                self._has_ended = True
-                self._listener.epoch_ended()
-                self._underway.end(self._name)
-                raise
-            if self._transforms:
-                for transform in self._transforms.values():
-                    batch = transform(batch)
-            self._listener.batch_delivered(batch)
-            return batch
-        except ours():
+            batch = super().__next__()
+        except StopIteration:
+            self._has_ended = True
+            self._listener.epoch_ended()
+            self._underway.end(self._name)
             raise
-        except BaseException:
-            self._batches.give_back(position)
-            raise
+        if self._transforms:
+            for transform in self._transforms.values():
+                batch = transform(batch)
+        self._listener.batch_delivered(batch)
+        return batch
 
     def __len__(self) -> int:
         """Return the batches of the whole pass, as torch's iterators do; those of other loaders may have no length."""
-        counted: Any = self._loader._index_sampler if isinstance(self._loader, DataLoader) else self.plain
+        counted: Any = self._loader._index_sampler if isinstance(self._loader, DataLoader) else self.rest
         return len(counted)
 
     def __bool__(self) -> bool:
@@ -280,27 +261,16 @@ class _Listened:
 
     def begin_again(self) -> None:
         """Make the batches that follow anew, from where the loader's sampler is now."""
-        self._batches.detach()
-        self._batches.rest = iter(self._loader)
+        self.detach()
+        self.rest = iter(self._loader)
 
     def unheard(self) -> Any:
         """Return the next batch without a word to the listener: another thread than the loop's asks for it."""
-        return next(self._batches)
-
-    @property
-    def plain(self) -> Iterator[Any]:
-        """The loader's own iterator, or an empty one while workers make the batches."""
-        return self._batches.rest
+        return super().__next__()
 
 
 class SwitchableSource(BatchSource):
-    """The maker under the controller, which may switch engines between any two batches.
-
-    Args:
-        loader: any iterable; only for a `DataLoader` can the engine be switched.
-        fetching: which engine is wanted.
-        listener: called when workers fail.
-    """
+    """The maker under the controller, which may switch a `DataLoader`'s engine between any two batches."""
 
     def __init__(self, loader: Any, fetching: Fetching, listener: LoaderListener) -> None:
         self._loader, self._fetching, self._listener = loader, fetching, listener
@@ -317,7 +287,7 @@ class SwitchableSource(BatchSource):
             if workers.resume():
                 running.attach(workers, _plain_rest)
                 return
-            workers.drop()  # before anything is drawn: it puts the generators back
+            workers.drop()
         running.rest = iter(self._loader) if following is None else following.begin()
 
     def fetch(self, running: EpochIterator) -> Any:
@@ -364,7 +334,6 @@ class SwitchableSource(BatchSource):
 
 
 def _plain_rest(running: EpochIterator, workers: PrefetchAcrossEpochs) -> Any:
-    """Return torch's iterator, with the index lists that the workers leave."""
     plain: Any = running.rest
     if not hasattr(plain, "_sampler_iter"):
         plain = _quiet_iter(workers.loader)

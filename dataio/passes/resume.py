@@ -56,10 +56,8 @@ def _stateful(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
 def _dealt(loader: DataLoader[Any], start: int, served: int) -> dict[str, int] | None:
     """Return how the samples become the batches of each rank, None with a batch sampler that has its own way.
 
-    Args:
-        loader: whose sampler gives the order. A DistributedSampler deals that of all ranks; another gives this rank's.
-        start: place in the order from which on it does.
-        served: batches of this epoch that each rank had been handed before.
+    A DistributedSampler deals the order of all ranks, another sampler gives this rank's; the batches `served` before it
+    don't count from place `start` on.
     """
     size = _batch_size(loader)
     if size is None:
@@ -126,18 +124,10 @@ def put_back(loader: DataLoader[Any], begun: Mapping[str, Any]) -> None:
 def draw_again(
     loader: DataLoader[Any], begun: Mapping[str, Any], state: Mapping[str, Any]
 ) -> tuple[Iterator[Any], int]:
-    """Draw the epoch of `state` again and pass over what was served.
+    """Draw the epoch of `state` again, pass over what was served, and return the index lists left, and the base seed.
 
     torch's global random state is left as it is. Those of the loader's own generators are left as the epoch's beginning
     left them.
-
-    Args:
-        loader: whose samplers draw.
-        begun: what `begun_again` returned.
-        state: the loop's place.
-
-    Returns:
-        index lists that are left, and the epoch's base seed.
     """
     put_back(loader, begun)
     seeded, dealt = state["base_seed"] if state["kept_seed"] else None, begun["dealt"]

@@ -77,7 +77,6 @@ class Rounds:
 
     @property
     def current(self) -> Tried | None:
-        """Whose block comes next; None when it is decided."""
         return self._to_come[0] if self._to_come else None
 
     @property
@@ -96,7 +95,6 @@ class Rounds:
         self._end_round()
 
     def drop(self, settings: Iterable[Tried]) -> None:
-        """Try some settings no more."""
         gone = {id(each) for each in settings}
         self._left = [each for each in self._left if id(each) not in gone]
         if any(id(each) in gone for each in self._to_come):

@@ -117,7 +117,6 @@ class Busy(NamedTuple):
         return cls(time.process_time(), 0.0 if seen is None else seen.wait)
 
     def since(self, before: Busy) -> Busy:
-        """Return the seconds from `before` to here."""
         return Busy(self.run_s - before.run_s, self.line_s - before.line_s)
 
 
@@ -177,12 +176,7 @@ class _Served(NamedTuple):
 
 
 class _Window:
-    """Batches that were served in a row under one setting.
-
-    Args:
-        settle: batches, and
-        settle_s: seconds to leave out first.
-    """
+    """Batches that were served in a row under one setting, but for the first ones and seconds: `settle`."""
 
     def __init__(self, settle: int = 0, settle_s: float = 0.0) -> None:
         self._settle, self._settle_until = settle, time.perf_counter() + settle_s
@@ -210,11 +204,9 @@ class _Window:
         return InlineCost(fetch, run, max(0.0, fetch - run - asleep), self.step_s())
 
     def step_s(self) -> float:
-        """Return the loop's own time for a batch."""
         return statistics.median(each.own_s for each in self._batches)
 
     def wait_s(self) -> float:
-        """Return its wait for a batch."""
         return statistics.fmean(each.wait_s for each in self._batches)
 
     def measured(self) -> tuple[float, float]:
@@ -275,12 +267,10 @@ class Tuner:
 
     @property
     def decided(self) -> bool:
-        """True when no setting is on trial."""
         return self._phase == "decided"
 
     @property
     def exhausted(self) -> bool:
-        """True when every setting there is has failed."""
         return all(each.failure for each in self.tried)
 
     def forbid_threads(self, reason: str) -> None:
@@ -312,8 +302,7 @@ class Tuner:
 
         Args:
             wait_s: seconds that the loop waited for it.
-            own_s: seconds that the loop took for itself since the batch before; NaN for an epoch's first, which tells
-                nothing of the step.
+            own_s: seconds that the loop took for itself since the batch before; NaN for an epoch's first.
             busy: how much of the wait was at work, or in line for a core.
             capacity: batches that the engine may have under way.
         """
@@ -416,7 +405,6 @@ class Tuner:
     # -- telling -----------------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """Return what was tried and what was chosen, as lines of text."""
         ahead = "" if self.current.mode == "inline" else f", each {self.ahead.batches} batches ahead"
         lines = [f"{self.current}: {self.reason}{ahead}" if self.decided else f"trying {self.current}"]
         for each in self.tried:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import struct
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -143,74 +142,60 @@ class _ArrayLeaf(_DenseLeaf):
         return list(own) if self._inverse is None else [row.transpose(self._inverse) for row in own]
 
 
-class _ValueLeaf(Leaf):
-    """A value that is packed one by one.
+class _NumberLeaf(Leaf):
+    """A number of Python's or numpy's, or None."""
 
-    Args:
-        kind: its type.
-        size: its bytes.
-        pack: returns the bytes of a value; of another number where it has no room.
-        unpack: returns the values of the rows of several.
-    """
+    def __init__(self, kind: type, dtype: np.dtype[Any]) -> None:
+        self._kind, self._dtype, self.size = kind, dtype, dtype.itemsize
 
-    def __init__(
-        self, kind: type, size: int, pack: Callable[[Any], bytes], unpack: Callable[[Bytes], Sequence[Any]]
-    ) -> None:
-        self._kind, self.size, self._pack, self._unpack = kind, size, pack, unpack
+    def rows(self, values: Sequence[Any]) -> Bytes | None:
+        # numpy's times may be of another unit.
+        if not all(
+            type(value) is self._kind and getattr(value, "dtype", self._dtype) == self._dtype for value in values
+        ):
+            return None
+        try:
+            return np.array(values, self._dtype).reshape(-1, 1).view(np.uint8)
+        except OverflowError:  # an int of more bits
+            return None
+
+    def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
+        column = packed.view(self._dtype).reshape(-1)
+        if self._kind is type(None):
+            return [None] * len(packed)
+        return list(column) if issubclass(self._kind, np.generic) else column.tolist()
+
+
+_PYTHONS = {
+    int: np.dtype(np.int64),
+    float: np.dtype(np.float64),
+    bool: np.dtype(np.bool_),
+    type(None): np.dtype(np.bool_),
+}
+
+
+class _TextLeaf(Leaf):
+    """A text, or bytes, up to a length."""
+
+    def __init__(self, example: str | bytes) -> None:
+        self._kind, self.size = type(example), max(256, 4 * len(example))
 
     def rows(self, values: Sequence[Any]) -> Bytes | None:
         if not all(type(value) is self._kind for value in values):
             return None
         try:
-            packed = [self._pack(value) for value in values]
-        except (struct.error, UnicodeEncodeError):  # an int of more bits, a file name that is no UTF-8
+            texts = [value.encode() if isinstance(value, str) else value for value in values]
+        except UnicodeEncodeError:  # a file name that is no UTF-8
             return None
-        if any(len(part) != self.size for part in packed):
+        if any(len(text) + 4 > self.size for text in texts):
             return None
+        packed = [(len(text).to_bytes(4, "little") + text).ljust(self.size, b"\0") for text in texts]
         return np.frombuffer(b"".join(packed), np.uint8).reshape(len(packed), self.size)
 
     def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
-        return self._unpack(packed)
-
-
-def _scalar_leaf(example: np.generic) -> _ValueLeaf:
-    dtype = example.dtype
-    if dtype.kind not in "biufMm":
-        raise NotKept(f"a {type(example).__name__} of numpy's")
-
-    def pack(value: np.generic) -> bytes:
-        return value.tobytes() if value.dtype == dtype else b""  # times of another unit
-
-    return _ValueLeaf(type(example), example.nbytes, pack, lambda packed: list(packed.view(dtype).reshape(-1)))
-
-
-_FORMATS: dict[type, struct.Struct] = {int: struct.Struct("<q"), float: struct.Struct("<d"), bool: struct.Struct("<?")}
-
-
-def _number_leaf(kind: type) -> _ValueLeaf:
-    layout = _FORMATS[kind]
-
-    def unpack(packed: Bytes) -> list[Any]:
-        values: list[Any] = packed.view(np.dtype(layout.format)).reshape(-1).tolist()
-        return values
-
-    return _ValueLeaf(kind, layout.size, layout.pack, unpack)
-
-
-def _text_leaf(example: str | bytes) -> _ValueLeaf:
-    """Return the leaf of a text, or bytes, up to a length."""
-    kind, size = type(example), max(256, 4 * len(example))
-
-    def pack(value: str | bytes) -> bytes:
-        text = value.encode() if isinstance(value, str) else value
-        return (len(text).to_bytes(4, "little") + text).ljust(size, b"\0")
-
-    def unpack(packed: Bytes) -> Sequence[Any]:
         rows = [row.tobytes() for row in packed]
         texts = [row[4 : 4 + int.from_bytes(row[:4], "little")] for row in rows]
-        return [text.decode() for text in texts] if kind is str else texts
-
-    return _ValueLeaf(kind, size, pack, unpack)
+        return [text.decode() for text in texts] if self._kind is str else texts
 
 
 class _Group:
@@ -316,14 +301,12 @@ def _leaf(value: Any) -> Leaf:
         return _TensorLeaf(value)
     if kind is np.ndarray:
         return _ArrayLeaf(value)
-    if isinstance(value, np.generic):
-        return _scalar_leaf(value)
-    if kind in _FORMATS:
-        return _number_leaf(kind)
+    if kind in _PYTHONS:
+        return _NumberLeaf(kind, _PYTHONS[kind])
+    if isinstance(value, np.generic) and value.dtype.kind in "biufMm":
+        return _NumberLeaf(kind, value.dtype)
     if kind in (str, bytes):
-        return _text_leaf(value)
-    if value is None:
-        return _ValueLeaf(kind, 1, lambda _: b"\0", lambda packed: [None] * len(packed))
+        return _TextLeaf(value)
     raise NotKept(f"a {kind.__module__}.{kind.__qualname__}")
 
 
@@ -349,16 +332,10 @@ def _memory_order(strides: Sequence[int]) -> list[int]:
 
 
 class SampleStore:
-    """Places for the samples of a dataset.
-
-    Args:
-        layout: of each sample.
-        count: samples of the dataset.
-        most_bytes: bytes that all may take; those with the lowest indices have a place.
-        directory: where a file holds them, which has no name and is gone with the process; None for memory.
+    """Places for `count` samples of a dataset, in memory or in a file without a name in `directory`.
 
     Attributes:
-        places: number of samples that have a place.
+        places: number of samples that have a place in `most_bytes`: those with the lowest indices.
         state: of each: `UNKNOWN`, `SEEN` (its digest is known) or `KEPT`.
         digest: of each, once it is seen.
 
@@ -417,11 +394,9 @@ class SampleStore:
         return [column.take(places, axis=0) for column in self._columns]
 
     def holds(self, place: int, parts: Sequence[bytes]) -> bool:
-        """Return whether these are the bytes that are kept."""
         return all(column[place].tobytes() == part for column, part in zip(self._columns, parts, strict=True))
 
     def forget(self) -> None:
-        """Keep nothing of what there is."""
         self.state[:] = UNKNOWN
 
     def free(self) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 import accel
 from accel import entry, strategies
 from accel.compile import compiled_draws
-from accel.dataio.sample_cache import SampleRecorder
+from accel.dataio.sample_cache import SampleKeeper
 from accel.strategies.base import Exactness
 from tests.accel.loops import Quick
 from tests.sampling import examples
@@ -112,7 +112,7 @@ def one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compiled_draws, "compile_with_plain_draws", lambda graph, inputs: graph.forward)
     monkeypatch.setattr(strategies, "REGISTRY", [*strategies.REGISTRY, Quick])
     monkeypatch.setattr("accel.session.session.TURNS.join", lambda session: None)
-    monkeypatch.setattr(SampleRecorder, "noting_share", lambda self, fetch: 0.0)  # which is measured
+    monkeypatch.setattr(SampleKeeper, "noting_share", lambda self, fetch: 0.0)  # which is measured
     yield
     torch._dynamo.reset()
 

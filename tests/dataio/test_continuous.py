@@ -7,13 +7,11 @@ import random
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from accel.dataio.engine.processes import ProcessEngine
-from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes.epochs import can_draw_ahead, draw_ahead
 from accel.dataio.passes.movable import movable
 from accel.dataio.passes.moved import same_as_plain
@@ -204,17 +202,12 @@ def test_drawing_ahead_leaves_the_random_state_alone() -> None:
 
     assert torch.equal(torch.get_rng_state(), before)
     assert ahead is not None
-    assert list(ahead.draws) == [list(batch) for batch in _drawn(loader)]
+    assert list(ahead.lists) == [list(batch) for batch in _drawn(loader)]
 
 
 def _drawn(loader: DataLoader[Any]) -> list[list[int]]:
     iterator = iter(loader)
     return list(iterator._sampler_iter)  # type: ignore[attr-defined]
-
-
-def test_workers_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
-        ProcessEngine(make_loader(), 0)
 
 
 def test_processes_end_with_the_last_reference() -> None:
@@ -228,33 +221,6 @@ def test_processes_end_with_the_last_reference() -> None:
     del pool
 
     assert not processes & set(multiprocessing.active_children())
-
-
-class Refilled:
-    """A batch sampler that yields one list again and again."""
-
-    def __init__(self, make: Any) -> None:
-        self.make = make
-
-    def __iter__(self) -> Any:
-        indices = self.make([0, 0])
-        for number in range(6):
-            indices[0], indices[1] = number, number + 1
-            yield indices
-
-    def __len__(self) -> int:
-        return 6
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("make", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
-@pytest.mark.parametrize("mode", ["inline", "threads", "fork", "auto"])
-def test_a_batch_sampler_may_fill_its_list_anew(mode: Any, make: Any) -> None:
-    plain = DataLoader(Squares(9), batch_sampler=Refilled(make))  # type: ignore[arg-type]
-    wanted = [batch[:, 0].tolist() for batch in plain]
-    with ContinuousLoader(plain, mode=mode, num_workers=2) as loader:
-        for _ in range(2):
-            assert [batch[:, 0].tolist() for batch in loader] == wanted
 
 
 class Grows(Squares):

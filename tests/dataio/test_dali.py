@@ -124,20 +124,6 @@ def test_fill_completes_the_last_batch_from_the_beginning(samples: list[tuple[by
     assert sizes == [2, 2, 2]
 
 
-@needs_dali
-def test_fill_is_what_comes(samples: list[tuple[bytes, int]]) -> None:
-    assert [len(labels) for labels in labels_of(loader_of(samples, 5, last_batch="fill"))] == [5, 5, 5, 5, 5]
-
-
-@needs_dali
-@pytest.mark.parametrize("prefetch", [1, 2, 5])
-@pytest.mark.parametrize("number", [0, 1, 4, 5, 9])
-def test_short_epochs_and_depths(samples: list[tuple[bytes, int]], prefetch: int, number: int) -> None:
-    loader = loader_of(samples[:number], prefetch_factor=prefetch)
-    for _ in range(3):
-        assert sum(labels_of(loader), []) == list(range(number))  # noqa: RUF017
-
-
 # Resume
 
 
@@ -172,27 +158,6 @@ def loader_state(samples: list[tuple[bytes, int]], settings: dict[str, Any]) -> 
     return fresh.state_dict()
 
 
-@needs_dali
-def test_epoch_begins_anew_after_a_break(samples: list[tuple[bytes, int]]) -> None:
-    loader = loader_of(samples)
-    expected = labels_of(loader)
-    for _ in range(3):
-        for _, labels in loader:
-            assert labels.tolist() == expected[0]
-            break
-        assert labels_of(loader) == expected
-
-
-@needs_dali
-def test_a_second_iteration_ends_the_first(samples: list[tuple[bytes, int]]) -> None:
-    loader = loader_of(samples)
-    first = iter(loader)
-    next(first)
-    assert labels_of(loader) == labels_of(loader)
-    with pytest.raises(StopIteration):
-        next(first)
-
-
 @pytest.mark.parametrize(
     "other",
     [{"seed": 1}, {"shuffle": True}, {"batch_size": 5}, {"num_replicas": 2, "rank": 0}, {"last_batch": "drop"}],
@@ -202,12 +167,6 @@ def test_state_of_another_loader_is_refused(samples: list[tuple[bytes, int]], ot
     state = loader_of(samples, **other).state_dict()
     with pytest.raises(ValueError, match=r"of the same samples, .*; go on at the next epoch with set_epoch\(1\)"):
         loader_of(samples).load_state_dict(state)
-
-
-def test_state_beyond_the_epoch_is_refused(samples: list[tuple[bytes, int]]) -> None:
-    loader = loader_of(samples)
-    with pytest.raises(ValueError, match="batch must be 0 to 6, got 7"):
-        loader.load_state_dict({**loader.state_dict(), "batch": 7})
 
 
 # Errors

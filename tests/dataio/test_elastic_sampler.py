@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from accel.dataio.elastic_sampler import ElasticSampler
-from accel.dataio.sampling.round_robin import Tail
+from accel.dataio.sampling.round_robin import RoundRobin, Tail, world
 
 
 class Numbers(Dataset[int]):
@@ -326,3 +326,156 @@ def test_a_batch_may_be_counted_later_than_it_is_delivered() -> None:
     assert (sampler.position, ledger.place.taken) == (12, 3)
     sampler.count(second.place)
     assert (sampler.position, ledger.place.taken) == (8, 2)
+
+
+# What the elastic sampler saves, and what it refuses: states and arguments that would deliver a sample twice
+
+
+@pytest.mark.parametrize("length", [10, 10**9])
+def test_state_is_small_and_json(length: int) -> None:
+    sampler = ElasticSampler(length, batch_size=4, seed=2**63 - 1)
+    next(sampler.consumed(sampler))
+    assert len(json.dumps(sampler.state_dict())) < 150
+    assert sampler.state_dict() == {
+        "version": 1,
+        "length": length,
+        "seed": 2**63 - 1,
+        "shuffle": True,
+        "order": "feistel",
+        "epoch": 0,
+        "position": 4,
+    }
+
+
+def test_set_epoch_at_the_head_of_the_loop_keeps_a_loaded_position() -> None:
+    sampler = ElasticSampler(10, batch_size=4)
+    sampler.load_state_dict({**sampler.state_dict(), "epoch": 3, "position": 8})
+    sampler.set_epoch(3)
+    assert (sampler.position, len(sampler)) == (8, 1)
+    sampler.set_epoch(4)
+    assert (sampler.position, len(sampler)) == (0, 3)
+
+
+def test_a_loop_may_set_the_epoch_itself() -> None:
+    sampler, other = (ElasticSampler(10, batch_size=4) for _ in range(2))
+    sampler.epoch = 3
+    other.set_epoch(3)
+    assert sampler.state_dict() == other.state_dict()
+    assert list(sampler.consumed(sampler)) == list(other.consumed(other))
+    assert (sampler.epoch, sampler.position) == (4, 0)
+
+
+def test_a_state_from_the_last_batch_goes_on_with_the_next_epoch() -> None:
+    sampler = ElasticSampler(10, batch_size=4)
+    sampler.set_epoch(0, 10)
+    assert list(sampler.consumed(sampler)) == []
+    assert (sampler.epoch, len(sampler)) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"length": 11}, "it has length 11, this sampler 10; make the sampler with the same length"),
+        ({"seed": 1}, "it has seed 1, this sampler 0"),
+        ({"order": "torch"}, "it has order 'torch', this sampler 'feistel'"),
+        ({"shuffle": False}, "it has shuffle False, this sampler True"),
+        ({"version": 2}, "a state must have version 1, got 2"),
+        ({"position": 11}, "position must be from 0 to 10, got 11"),
+        ({"epoch": -1}, "epoch must be a whole number, at least 0, got -1"),
+    ],
+)
+def test_state_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    sampler = ElasticSampler(10, batch_size=4)
+    with pytest.raises(ValueError, match=message):
+        sampler.load_state_dict({**sampler.state_dict(), **change})
+
+
+def test_state_of_batches_that_nobody_counted_is_refused() -> None:
+    sampler = ElasticSampler(10, batch_size=4)
+    next(iter(DataLoader(Numbers(10), batch_sampler=sampler)))
+    with pytest.raises(RuntimeError, match=r"got 1 dealt and none counted; iterate over sampler\.consumed"):
+        sampler.state_dict()
+    sampler.advance()
+    assert sampler.state_dict()["position"] == 4
+
+
+def test_batch_of_another_sampler_is_refused() -> None:
+    sampler = ElasticSampler(10, batch_size=4)
+    with pytest.raises(RuntimeError, match="only batches that this sampler dealt can be counted"):
+        next(sampler.consumed(DataLoader(Numbers(10))))
+
+
+def test_loader_out_of_order_is_refused() -> None:
+    sampler = ElasticSampler(10, batch_size=4)
+    with pytest.raises(ValueError, match="batches must come in order to be counted"):
+        sampler.consumed(DataLoader(Numbers(10), batch_sampler=sampler, num_workers=1, in_order=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset_or_length": -1}, "length must be at least 0, got -1"),
+        ({"batch_size": 0}, "batch_size must be at least 1 on every rank, got 0"),
+        ({"batch_size": [1, 2, 3]}, "one for each of the 2 ranks, got 3"),
+        ({"rank": 2}, "rank must be at least 0 and less than num_replicas=2, got 2"),
+        ({"rank": None}, "rank must be given without a process group, got None for num_replicas=2"),
+        ({"num_replicas": 0, "rank": 0}, "less than num_replicas=0, got 0"),
+        ({"seed": -1}, "seed must be from 0"),
+        ({"order": "random"}, "order must be 'feistel' or 'torch', got 'random'"),
+        ({"tail": "cut"}, "tail must be one of .*, got 'cut'"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    given = {"dataset_or_length": 10, "batch_size": 4, "num_replicas": 2, "rank": 0, **options}
+    with pytest.raises(ValueError, match=message):
+        ElasticSampler(**given)
+
+
+# Places of a step go to ranks like cards, and no rank takes itself for the only one
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6))
+def test_a_step_is_dealt_like_cards(sizes: list[int]) -> None:
+    piles: list[list[int]] = [[] for _ in sizes]
+    place = 0
+    while any(len(pile) < size for pile, size in zip(piles, sizes, strict=True)):
+        for pile, size in zip(piles, sizes, strict=True):
+            if len(pile) < size:
+                pile.append(place)
+                place += 1
+    assert [RoundRobin(sizes, rank, "pad").mine(place).tolist() for rank in range(len(sizes))] == piles
+
+
+def test_a_rank_does_not_take_itself_for_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert world() == (1, 0)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"got None and WORLD_SIZE=4; call torch\.distributed\.init"):
+        world()
+
+
+@given(st.integers(1, 6), st.integers(4, 9), st.integers(0, 200), st.sampled_from(["uneven", "fill"]))
+def test_no_rank_has_a_single_sample_in_a_step_where_there_are_enough(
+    ranks: int, size: int, more: int, tail: Tail
+) -> None:
+    left = length = 2 * ranks + more
+    deals = [RoundRobin([size] * ranks, rank, tail, least=2) for rank in range(ranks)]
+    steps = deals[0].steps(length)
+    for _ in range(steps):
+        counts = [deal.count(deal.width(left)) for deal in deals]
+        assert 2 <= min(counts) <= max(counts) <= size
+        left -= sum(counts)
+    assert left == 0
+
+
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(0, 60))
+def test_batches_too_small_for_that_are_dealt_as_without(ranks: int, size: int, length: int) -> None:
+    left = length
+    deals = [RoundRobin([size] * ranks, rank, "uneven", least=2) for rank in range(ranks)]
+    plain = RoundRobin([size] * ranks, 0, "uneven")
+    assert deals[0].steps(length) == plain.steps(length)
+    while width := deals[0].width(left):
+        counts = [deal.count(width) for deal in deals]
+        assert sum(counts) == width and max(counts) <= size
+        assert min(counts) >= 1 or length < 2 * ranks or size == 1
+        left -= width
+    assert left == 0

@@ -104,12 +104,6 @@ def test_indices_of_any_kind(kind: str, data: str) -> None:
     assert torch.equal(_label(fetch(KINDS[kind])), _label(fetch([1, 2])))
 
 
-def test_indices_that_can_be_read_once_only() -> None:
-    fetch = fetch_of(DataLoader(images(), batch_size=2))
-
-    assert fetch(index for index in (4, 7))[1].tolist() == [4, 7]
-
-
 def _label(batch: Any) -> Tensor:
     label: Tensor = batch["y"] if isinstance(batch, dict) else batch[1]
     return label
@@ -139,12 +133,6 @@ def test_the_users_collate_function_gets_the_samples() -> None:
     fetch = fetch_of(DataLoader(images(), batch_size=4, collate_fn=lambda samples: [int(s[1]) for s in samples]))
 
     assert fetch([5, 6]) == [5, 6]
-
-
-def test_no_batches() -> None:
-    dataset = images()
-
-    assert_same(fetch_of(DataLoader(dataset, batch_size=None))(3), list(DataLoader(dataset, batch_size=None))[3])
 
 
 def test_tensors_and_places_that_the_loop_replaces_are_seen() -> None:

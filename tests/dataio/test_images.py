@@ -7,7 +7,6 @@ import io
 import pickle
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, default_collate
 
 from accel.dataio.image_geometry import Placement, RandomResizedCrop, Resize, ResizeCenterCrop, Transform
-from accel.dataio.images import ImageBatch, ImageDataset, ImageFolder, collate_images, tar_samples
+from accel.dataio.images import ImageDataset, ImageFolder, collate_images, tar_samples
 from tests.dataio.pictures import Image, encoded, jpeg, scene
 from tests.dataio.test_images_sources import shard
 from tests.kernels.hosts import need
@@ -125,17 +124,6 @@ def test_work_is_shared_between_threads(samples: list[tuple[bytes, int]]) -> Non
     assert len(seen) == 3
 
 
-def test_many_threads_may_read_one_dataset(samples: list[tuple[bytes, int]]) -> None:
-    dataset = make(samples, threads=2)
-    assert dataset.thread_safe
-    expected = batch_of(make(samples, threads=1))
-    with ThreadPoolExecutor(8) as pool:
-        for found in pool.map(lambda _: batch_of(dataset), range(24)):
-            assert torch.equal(found, expected)
-        for index, (image, _) in enumerate(pool.map(dataset.__getitem__, range(len(samples)))):
-            assert torch.equal(image, expected[index])
-
-
 def test_order_batch_and_negative_index_change_nothing(samples: list[tuple[bytes, int]]) -> None:
     dataset = make(samples)
     expected = batch_of(dataset)
@@ -213,14 +201,6 @@ def test_other_collate_functions_see_samples(samples: list[tuple[bytes, int]]) -
     assert collate_images([dataset[0], dataset[1]])[0].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_batch_is_a_sequence(samples: list[tuple[bytes, int]]) -> None:
-    batch = make(samples).__getitems__([3, 1])
-    assert isinstance(batch, ImageBatch)
-    assert len(batch) == 2
-    assert [label for _, label in batch] == [30, 10]
-    assert torch.equal(batch[1][0], batch.images[1])
-
-
 def test_empty_batch_and_empty_dataset() -> None:
     dataset = make([])
     assert len(dataset) == 0
@@ -239,11 +219,6 @@ def test_corrupt_file_is_named(tmp_path: Path, threads: int) -> None:
         dataset.__getitems__(range(13))
     # The threads go on with the next batch.
     assert len(dataset.__getitems__(range(6))) == 6
-
-
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"sample 0 \(.*gone\.jpg\) is not: .*No such file"):
-        make([(tmp_path / "gone.jpg", 0)])[0]
 
 
 @pytest.mark.parametrize("index", [21, -22])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.dataio.image_geometry import RandomResizedCrop, Resize, ResizeCenterCrop, Transform, uniforms
+from accel.dataio.image_geometry import RandomResizedCrop, Resize, ResizeCenterCrop, uniforms
 from tests.kernels.hosts import need
 
 SIZES = st.integers(1, 6000)
@@ -144,10 +144,3 @@ def test_draws_are_uniform_and_independent() -> None:
 def test_argument_out_of_range_is_refused(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("transform", [RandomResizedCrop(8), ResizeCenterCrop(8), Resize((4, 6))])
-def test_what_is_built_in_satisfies_the_protocol(transform: Transform) -> None:
-    place = transform.place(20, 30, [0.5] * transform.draws)
-    assert len(place.size) == 2
-    assert min(place.size) >= min(transform.size)

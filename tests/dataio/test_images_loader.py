@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
-from accel.dataio.dataset.fetch_watch import FetchWatch
+from accel.dataio.dataset.numbers import Forecast, at_epoch, dataset_epoch, numbers_of, set_numbers
+from accel.dataio.fetching.fetch import Fetch
 from accel.dataio.image_geometry import RandomResizedCrop
-from accel.dataio.images import ImageDataset, collate_images
+from accel.dataio.images import Epoch, ImageDataset, collate_images
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes.proxy import Fetching
 from accel.run import Run
 from accel.run.gate import Gate
 from accel.strategies.loader_workers import LoaderWorkers
-from tests.dataio.numbers import seeded
+from tests.dataio.numbers import Numbers, seeded
 from tests.dataio.pictures import jpeg
 
 pytest.importorskip("simplejpeg", reason="needs simplejpeg, which the extra `images` brings")
@@ -131,25 +133,6 @@ def test_an_epoch_that_never_moves_costs_one_guess(samples: Any, mode: Any, work
         assert wrong_guesses(loader) == 1
 
 
-@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(d, range(13))], ids=["itself", "a_part"])
-def test_threads_are_tried(samples: Any, wrap: Any) -> None:
-    dataset = make(samples)
-    with ContinuousLoader(loader_of(wrap(dataset)), mode="auto") as loader:
-        run(loader, dataset, [0, 1])
-
-        assert "not used" not in loader.explain()
-
-
-def test_fetching_does_not_change_it(samples: Any) -> None:
-    dataset = make(samples)
-    watch = FetchWatch(dataset)
-    watch.before()
-    dataset.__getitems__(range(13))
-    watch.after()
-
-    assert watch.finding == ""
-
-
 def test_optimize_may_move_it(samples: Any) -> None:
     dataset = make(samples)
     fetching = Fetching()
@@ -218,3 +201,75 @@ def test_who_says_that_threads_may_read_together_is_believed(
 
         assert finding in loader.explain()
         assert ("not used" in loader.explain()) == bool(finding)
+
+
+# The epoch of the images' data set: told by value to some copies, by shared memory to others
+
+
+def copied(epoch: Epoch) -> Epoch:
+    """Return a copy as a worker process has it: values of its own, the same shared memory."""
+    return copy.copy(epoch)
+
+
+def test_a_copy_that_is_sent_nothing_follows() -> None:
+    epoch = Epoch()
+    kept = copied(epoch)
+    for number in (1, 2, 7, 0, 0, 3):
+        epoch.set(number)
+        assert (epoch.number, kept.number) == (number, number)
+
+
+def test_a_copy_that_was_sent_the_next_epoch_is_ahead() -> None:
+    epoch = Epoch()
+    kept = copied(epoch)
+    set_numbers(kept, numbers_of(epoch.at(1)))
+
+    assert (epoch.number, kept.number) == (0, 1)
+    epoch.set(1)
+    assert (epoch.number, kept.number) == (1, 1)
+
+
+def test_a_copy_that_was_sent_a_wrong_epoch_is_corrected() -> None:
+    epoch = Epoch()
+    kept = copied(epoch)
+    set_numbers(kept, numbers_of(epoch.at(1)))
+    epoch.set(5)
+    set_numbers(kept, numbers_of(epoch))
+
+    assert kept.number == 5
+
+
+def test_one_in_another_epoch_and_a_deep_copy_are_apart() -> None:
+    epoch = Epoch(3)
+    for other in (epoch.at(4), copy.deepcopy(epoch)):
+        other.set(9)
+        assert epoch.number == 3
+        assert other._shared.is_shared()
+
+
+class Viewed(Numbers):
+    def at_epoch(self, epoch: int) -> Viewed:
+        other = Viewed(self.length)
+        other.epoch = epoch
+        return other
+
+
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(Subset(d, [0, 1]), [1])], ids=["itself", "parts"])
+def test_a_dataset_in_another_epoch(wrap: Any) -> None:
+    data = wrap(Viewed())
+    fetch = Fetch(data, default_collate, batched=True)
+    forecast = Forecast(fetch)
+    view = forecast.view(data, forecast.next(numbers_of(data)))
+
+    assert (dataset_epoch(data), dataset_epoch(view), dataset_epoch(at_epoch(data, 5))) == (0, 1, 5)
+    assert view[0].tolist() == [float(data[0][0]), 1.0, 0.0]
+
+
+def test_a_dataset_that_moves_otherwise_than_its_view_is_not_had() -> None:
+    data = Viewed()
+    fetch = Fetch(data, default_collate, batched=True)
+    forecast, before = Forecast(fetch), numbers_of(data)
+    data.epoch, data.length = 1, 49
+    forecast.saw(before, numbers_of(data))
+
+    assert forecast.view(data, forecast.next(numbers_of(data))) is None

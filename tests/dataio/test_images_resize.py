@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 
 from accel.dataio.image.pixels import Resizer
 from accel.dataio.image_geometry import Placement
+from accel.dataio.image_normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow, which the extra `images` brings")
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
@@ -62,14 +61,6 @@ def test_mean_difference_from_pillow_at_the_usual_sizes(interpolation: str) -> N
     assert np.abs(ours.astype(int) - theirs.astype(int)).mean() <= 0.01
 
 
-def test_it_is_antialiased() -> None:
-    """One pixel in two is white: without antialiasing every fourth row and column would come out black or white."""
-    pixels = np.zeros((200, 200, 3), np.uint8)
-    pixels[::2, ::2] = pixels[1::2, 1::2] = 255
-    ours = resized(pixels, whole((50, 50)), (50, 50))
-    assert np.abs(ours.astype(int) - 127).max() <= 3
-
-
 @example(25, 25, 20, 20, False, 20)
 @given(
     st.integers(1, 40), st.integers(1, 40), st.integers(1, 30), st.integers(1, 30), st.booleans(), st.integers(0, 999)
@@ -108,13 +99,6 @@ def test_pixels_may_be_any_view(view: object, same_size: bool) -> None:
     check(resized(pixels, whole(size), size), np.asarray(theirs))
 
 
-def test_a_constant_stays_constant() -> None:
-    """Weights that don't add up to 1 would darken or clip."""
-    for value in (0, 1, 127, 255):
-        pixels = np.full((53, 97, 3), value, np.uint8)
-        assert (resized(pixels, whole((20, 30)), (20, 30)) == value).all()
-
-
 def test_scratch_of_one_image_does_not_show_in_the_next() -> None:
     resizer = Resizer()
     big, small = picture(300, 300, 1), picture(30, 30, 2)
@@ -127,18 +111,74 @@ def test_scratch_of_one_image_does_not_show_in_the_next() -> None:
     assert torch.equal(alone, after)
 
 
-def test_large_scratch_is_not_kept() -> None:
-    from accel.dataio.image import pixels as image_resize
-
-    large = image_resize._scratch("test", 3000, 3000)
-    assert large.shape == (3000, 3000, 3)
-    assert image_resize._scratch("test", 10, 10).base.nbytes == 300
-
-
-def test_pickles() -> None:
-    assert pickle.loads(pickle.dumps(Resizer("bicubic"))).interpolation == "bicubic"
-
-
 def test_unknown_filter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"interpolation must be one of \('bilinear', 'bicubic'\), got 'lanczos'"):
         Resizer("lanczos")  # type: ignore[arg-type]
+
+
+# Normalising: the formula to one rounding, in any layout and type, and no constant that a cast of the model moves
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def exact(images: torch.Tensor) -> torch.Tensor:
+    mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    return (images.double() / 255 - mean) / std
+
+
+def pixels(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(4, 3, 17, 9), (1, 3, 1, 1), (0, 3, 4, 4), (3, 5, 7)])
+def test_result_is_the_formula_rounded_once(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    images = pixels(*shape)
+    result = Normalize(dtype=dtype)(images)
+    assert result.dtype == dtype
+    # x·scale and shift in float32, each at most 4.5 large here, then one rounding to the result's type.
+    bound = 4.5 * 2 * torch.finfo(torch.float32).eps + exact(images).abs() * torch.finfo(dtype).eps / 2
+    assert ((result.double() - exact(images)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layout_is_kept_or_as_asked(dtype: torch.dtype) -> None:
+    last = pixels(2, 3, 8, 6).contiguous(memory_format=torch.channels_last)
+    assert Normalize(dtype=dtype)(last).is_contiguous(memory_format=torch.channels_last)
+    assert Normalize(dtype=dtype)(last.contiguous()).is_contiguous()
+    planes = Normalize(dtype=dtype, memory_format=torch.contiguous_format)(last)
+    assert planes.is_contiguous()
+    assert torch.equal(planes, Normalize(dtype=dtype)(last))
+
+
+def test_a_model_cast_to_half_keeps_the_constants() -> None:
+    model = torch.nn.Sequential(Normalize(), torch.nn.Conv2d(3, 2, 1)).bfloat16()
+    images = pixels(1, 3, 8, 8)
+    assert torch.equal(model[0](images), Normalize()(images))
+    assert not [name for name in model.state_dict() if name.startswith("0.")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_gpu_gives_the_same(dtype: torch.dtype) -> None:
+    images = pixels(8, 3, 33, 21).contiguous(memory_format=torch.channels_last)
+    result = Normalize(dtype=dtype)(images.cuda())
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    bound = 4.5 * 2 * torch.finfo(torch.float32).eps + exact(images).abs() * torch.finfo(dtype).eps / 2
+    assert ((result.cpu().double() - exact(images)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Normalize((0.5, 0.5), (0.5,)), "mean and std must be as many"),
+        (lambda: Normalize((0.5,), (0.0,)), "std more than 0"),
+        (lambda: Normalize(dtype=torch.uint8), "dtype must be a floating-point one, got torch.uint8"),
+        (lambda: Normalize()(torch.zeros(1, 3, 2, 2)), "images must be uint8, 0 to 255, got torch.float32"),
+        (lambda: Normalize()(pixels(2, 4, 4, 3)), r"must be \(B, 3, H, W\) or without B, got \(2, 4, 4, 3\)"),
+    ],
+)
+def test_wrong_argument_is_refused(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()  # type: ignore[operator]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.dataio.images import Slice, folder_samples, name, read, tar_samples
+from accel.dataio.images import Slice, folder_samples, read, tar_samples
 from tests.kernels.hosts import need
 
 
@@ -120,9 +120,3 @@ def test_a_shard_that_was_cut_off_since_is_noticed(tmp_path: Path) -> None:
     assert read(Slice(str(path), 1, 3)) == b"234"
     with pytest.raises(OSError, match="must hold 3 bytes, got 1"):
         read(Slice(str(path), 4, 3))
-
-
-def test_a_source_has_a_name_to_find_it_by() -> None:
-    assert name(b"123") == "3 bytes in memory"
-    assert name(Slice("a.tar", 512, 3)) == "a.tar, 3 bytes from byte 512 on"
-    assert name(Path("a") / "b.jpg") == str(Path("a") / "b.jpg")

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from accel.dataio.dataset import walk
 from accel.dataio.dataset.watch import DatasetWatch
-from accel.dataio.engine.engine import Engine, ThreadEngine
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.fetching.fetch import Fetch
 from accel.dataio.loader import ContinuousLoader
@@ -173,42 +172,6 @@ def test_a_change_within_an_epoch(mode: Any, often: bool) -> None:
     assert all(torch.equal(one, other) for one, other in zip(made, wanted, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["threads", "fork"])
-@pytest.mark.parametrize("change", ["its state", "another", "an attribute of a function"])
-def test_a_change_of_the_collate_function_within_an_epoch_and_after_it(mode: str, change: str) -> None:
-    """Threads went on with the first one for ever; within an epoch nothing was noticed."""
-
-    def stacks(batch: list[Tensor]) -> Tensor:
-        return torch.stack(batch) + getattr(stacks, "shift", 0)
-
-    def seen(loader: Any, plain: DataLoader[Any]) -> list[Tensor]:
-        if change == "an attribute of a function":
-            plain.collate_fn = stacks
-        stacks.__dict__.clear()
-        found = []
-        for epoch in range(3):
-            for number, batch in enumerate(loader):
-                found.append(batch.clone())
-                if (epoch, number) != (0, 4):
-                    continue
-                if change == "another":
-                    plain.collate_fn = Collate()
-                    plain.collate_fn.shift = 9  # type: ignore[attr-defined]
-                elif change == "its state":
-                    plain.collate_fn.shift = 9  # type: ignore[attr-defined]
-                else:
-                    stacks.shift = 9  # type: ignore[attr-defined]
-        return found
-
-    plain = DataLoader(Table(), 20, collate_fn=Collate())
-    wanted = seen(plain, plain)
-    plain = DataLoader(Table(), 20, collate_fn=Collate())
-    engine: Engine = ThreadEngine(plain, 2) if mode == "threads" else ProcessEngine(plain, 2)
-    with proxied(plain, PrefetchAcrossEpochs(plain, engine, strict=True)) as loader:
-        found = seen(loader, plain)
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-
-
 def test_a_collate_function_of_a_trainer_is_watched_where_its_code_looks() -> None:
     """Of what else the trainer keeps much changes in each step."""
 
@@ -225,40 +188,3 @@ def test_a_collate_function_of_a_trainer_is_watched_where_its_code_looks() -> No
     assert not check.changed()
     trainer.pad = 2
     assert check.changed()
-
-
-class Lesson(Dataset[Tensor]):
-    """It can be read as it will be in another epoch."""
-
-    def __init__(self, epoch: int = 0, level: int = 0) -> None:
-        self.epoch, self.level = epoch, level
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([index, self.epoch, self.level])
-
-    def at_epoch(self, epoch: int) -> Lesson:
-        return Lesson(epoch, self.level)
-
-
-@pytest.mark.parametrize("mode", ["threads", "fork"])
-def test_a_change_within_an_epoch_that_was_drawn_ahead(mode: Any) -> None:
-    """Threads went on reading what the dataset was expected to be in that epoch."""
-
-    def seen(loader: Any, data: Lesson) -> list[Tensor]:
-        found = []
-        for data.epoch in range(4):
-            for number, batch in enumerate(loader):
-                found.append(batch.clone())
-                if number == 4 and data.epoch == 2:
-                    data.level += 1
-        return found
-
-    data = Lesson()
-    wanted = seen(DataLoader(data, 20), data)
-    data = Lesson()
-    with wrapped(DataLoader(data, 20), mode) as loader:
-        made = seen(loader, data)
-    assert all(torch.equal(one, other) for one, other in zip(made, wanted, strict=True))

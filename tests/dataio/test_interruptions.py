@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import random
@@ -14,11 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accel.dataio.engine.engine import InlineEngine
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes import tuner
-from accel.dataio.passes.epoch_jobs import ListLost
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.proxy import LoaderProxy
 from tests.dataio.engines import Silent
@@ -142,29 +139,24 @@ def test_the_loop_again_is_as_after_the_plain_loader(mode: str, own: bool) -> No
     assert_the_loop_again_is_right(mode, own, STRIDES[mode])
 
 
-def assert_the_same_iterator_goes_on(mode: str, stride: int) -> None:
-    _seed()
-    plain = _plain(False)
-    _, wanted = _whole(plain), _whole(plain)
-    for at in itertools.count(0, stride):
-        interrupter, seen, batches, loader = interrupted(mode, False, at)
-        try:
-            if batches is not None:
-                with contextlib.suppress(ListLost):
-                    seen += [indices(batch) for batch in batches]
-                    if not _writes_states(interrupter.place):
-                        assert seen == wanted, f"interrupted at {interrupter.place}: {seen}"
-        finally:
-            _close(loader)
-        if not _writes_states(interrupter.place):
-            assert seen == wanted[: len(seen)], f"interrupted at {interrupter.place}: {seen}"
-        if not interrupter.place:
-            return
+@pytest.mark.parametrize("mode", ["inline", "threads", "fork"])
+def test_the_same_iterator_goes_on_where_it_was(mode: Any) -> None:
+    plain = DataLoader(Numbers(40), 4)
+    with ContinuousLoader(plain, mode=mode, num_workers=1) as loader:
+        batches = iter(loader)
+        seen = [indices(next(batches)) for _ in range(3)]
+        engine = loader._core._continuous.engine  # type: ignore[union-attr]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "collect", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                next(batches)
+        assert loader.state_dict()["served"] == 3
+        assert [*seen, *map(indices, batches)] == [indices(batch) for batch in plain]
+        assert [indices(batch) for batch in loader] == [indices(batch) for batch in plain]
 
 
-@pytest.mark.parametrize("mode", list(STRIDES))
-def test_the_same_iterator_goes_on_where_it_was(mode: str) -> None:
-    assert_the_same_iterator_goes_on(mode, STRIDES[mode])
+def _interrupt() -> Any:
+    raise KeyboardInterrupt
 
 
 class Impatient(Numbers):
@@ -191,15 +183,3 @@ def test_an_interruption_in_the_dataset_shifts_nothing(mode: Any, monkeypatch: p
             with pytest.raises(KeyboardInterrupt):
                 _whole(loader)
             assert _whole(loader) == wanted
-
-
-def test_a_count_of_batches_that_an_interruption_has_left_wrong_loses_none() -> None:
-    """Between two lines it counted a batch that was off the record: every later pass raised an IndexError."""
-    plain = _plain(False)
-    continuous = PrefetchAcrossEpochs(plain, InlineEngine(plain))
-    continuous.take(iter([[0, 1], [2, 3], [4, 5]]), ahead=False)
-    continuous.fetch()
-    continuous.epoch.handed = 1
-    continuous.epoch._jobs.popleft()
-    continuous.interrupted()
-    assert [indices(continuous.fetch()) for _ in range(2)] == [[2, 3], [4, 5]]

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from accel.dataio.length_balance import LengthBalancedBatchSampler, attention_cost, balance_of, cut_padded
+from accel.dataio.length_balance import LengthBalancedBatchSampler, attention_cost, balance_of
 from accel.dataio.packing import PackCollate
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=70)
@@ -231,24 +230,6 @@ def test_odd_lengths(lengths: list[int], padded: bool, limit: dict[str, int]) ->
     assert 0 < sampler.balance().efficiency <= 1 + 1e-12
 
 
-def test_few_packs_left_over_are_spread_over_the_last_step() -> None:
-    """Nine full packs of four samples for eight ranks: the last step shares one pack out, the first is full."""
-    sampler = LengthBalancedBatchSampler([5] * 72, max_tokens=40, num_replicas=8, rank=0, shuffle=False)
-    assert sampler.plan().sizes.tolist() == [8] * 8 + [1] * 8
-    assert sampler.balance().efficiency == 1
-
-
-def test_unshuffled_begins_with_the_most_costly_step() -> None:
-    sampler = LengthBalancedBatchSampler(made(4.0, 1.0, 500, 1000), max_tokens=1000, padded=True, shuffle=False)
-    longest = [max(made(4.0, 1.0, 500, 1000)[i] for i in batch) for batch in sampler]
-    assert longest[0] == max(made(4.0, 1.0, 500, 1000))
-
-
-def test_padded_packs_are_cut_where_they_are_full() -> None:
-    assert cut_padded(np.array([10, 9, 9, 4, 4, 4, 4, 0, 0]), 20).tolist() == [2, 2, 5]
-    assert cut_padded(np.array([9, 10, 5]), 20).tolist() == [2, 1]  # jittered: the first is not quite the longest
-
-
 # In a loop
 
 
@@ -278,14 +259,6 @@ def test_another_epoch_begins_at_its_beginning() -> None:
     assert len(list(sampler)) == 5
 
 
-def test_rank_and_world_of_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    sampler = LengthBalancedBatchSampler([1] * 8, batch_size=1)
-    assert (sampler.num_replicas, sampler.rank) == (4, 3)
-
-
 def test_state_of_another_run_is_refused() -> None:
     state = LengthBalancedBatchSampler([1, 2, 3], batch_size=1).state_dict()
     with pytest.raises(ValueError, match=r"same lengths, costs, ranks and settings, got plan .*set_epoch\(1\)"):
@@ -313,8 +286,3 @@ def test_state_of_another_run_is_refused() -> None:
 def test_refuses(lengths: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LengthBalancedBatchSampler(lengths, **options)
-
-
-def test_crossover_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="larger than 0 tokens, got 0"):
-        attention_cost(0)

@@ -17,7 +17,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    TensorDataset,
     WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
@@ -28,25 +27,6 @@ from tests.dataio.numbers import Numbers, indices, run, same, saved_and_loaded, 
 from tests.sampling import examples
 
 # -- order -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("stop", [None, 0, 1, 5, 12], ids=lambda stop: f"leave_at_{stop}")
-def test_shuffled_epochs_left_early(engine: dict[str, Any], stop: int | None) -> None:
-    plain = run(DataLoader(Numbers(), 4, shuffle=True, generator=seeded()), 4, stop=stop)
-    with ContinuousLoader(DataLoader(Numbers(), 4, shuffle=True, generator=seeded()), **engine) as loader:
-        assert same(run(loader, 4, stop=stop), plain)
-
-
-@pytest.mark.parametrize("mode", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_that_are_not_forked_keep_the_order(mode: Any) -> None:
-    def seen(loader: Any) -> list[list[list[Tensor]]]:
-        return [run(loader, 2), run(loader, 2, stop=5), run(loader, 1)]
-
-    plain = seen(DataLoader(Numbers(), 4, shuffle=True, generator=seeded()))
-    wrapped = DataLoader(Numbers(), 4, shuffle=True, generator=seeded())
-    with ContinuousLoader(wrapped, mode=mode, num_workers=2) as loader:
-        assert all(same(one, other) for one, other in zip(seen(loader), plain, strict=True))
 
 
 @pytest.mark.sample(3)
@@ -159,36 +139,6 @@ def test_persistent_workers_draw_their_seed_once(engine: dict[str, Any]) -> None
 # -- several passes at once ------------------------------------------------------------------------------------------
 
 
-def test_two_passes_at_once(engine: dict[str, Any]) -> None:
-    def pairs(loader: Any) -> list[tuple[list[int], list[int]]]:
-        return [(indices(one), indices(other)) for one, other in zip(loader, loader, strict=True)]
-
-    plain = pairs(DataLoader(Numbers(), 4, shuffle=True, generator=seeded()))
-    with ContinuousLoader(DataLoader(Numbers(), 4, shuffle=True, generator=seeded()), **engine) as loader:
-        assert pairs(loader) == plain
-
-
-def test_a_batch_looked_at_before_the_loop(engine: dict[str, Any]) -> None:
-    plain_loader = DataLoader(Numbers(), 4, shuffle=True, generator=seeded())
-    next(iter(plain_loader))
-    with ContinuousLoader(DataLoader(Numbers(), 4, shuffle=True, generator=seeded()), **engine) as loader:
-        looked = iter(loader)
-        next(looked)
-        assert same(run(loader, 2), run(plain_loader, 2))
-        assert len(list(looked)) == 12
-
-
-def test_a_pass_over_a_closed_loader_ends_as_it_should(engine: dict[str, Any]) -> None:
-    loader = ContinuousLoader(DataLoader(Numbers(), 4), **engine)
-    batches = iter(loader)
-    first = indices(next(batches))
-    loader.close()
-
-    assert first + [i for batch in batches for i in indices(batch)] == list(range(50))
-    assert len(list(loader)) == 13
-    loader.close()
-
-
 # -- the dataset's epoch ---------------------------------------------------------------------------------------------
 
 
@@ -211,19 +161,6 @@ def test_the_datasets_epoch_reaches_live_workers(engine: dict[str, Any], through
     assert [{float(value) for batch in epoch for value in batch[:, 1]} for epoch in seen] == [
         {float(e)} for e in range(5)
     ]
-
-
-def test_an_epoch_that_moves_evenly_is_fetched_ahead() -> None:
-    data = Numbers()
-    sampler = DistributedSampler(data, num_replicas=2, rank=0)
-    with ContinuousLoader(DataLoader(data, 4, sampler=sampler), mode="fork", num_workers=1) as loader:
-        seen = run(loader, 6, set_epoch=loader.set_epoch)
-        continuous = loader._core._continuous
-        assert continuous is not None
-
-        assert [float(epoch[0][0, 1]) for epoch in seen] == [0, 1, 2, 3, 4, 5]
-        # The first move of the dataset could not be known; all after it were.
-        assert continuous.guesses.failed == 1
 
 
 def test_threads_make_nothing_ahead_from_a_dataset_that_will_move() -> None:
@@ -289,31 +226,12 @@ def test_it_is_a_data_loader_with_the_same_parts() -> None:
         loader.batch_size = 5
 
 
-def test_a_changed_collate_function_is_used(engine: dict[str, Any]) -> None:
-    with ContinuousLoader(DataLoader(Numbers(), 4), **engine) as loader:
-        run(loader, 1)
-        loader.collate_fn = lambda samples: torch.stack(samples) + 1
-        assert float(run(loader, 1)[0][0][0, 0]) == 1.0
-
-
 def test_a_pickled_loader_is_one_with_the_same_options() -> None:
     copy = pickle.loads(pickle.dumps(ContinuousLoader(DataLoader(Numbers(), 4), mode="threads", num_workers=3)))
 
     assert copy.setting == "threads(3)"
     assert next(indices(batch) for batch in copy) == [0, 1, 2, 3]
     copy.close()
-
-
-def test_tensors_are_indexed_whole_and_come_out_alike(engine: dict[str, Any]) -> None:
-    data = TensorDataset(torch.randn(50, 3), torch.arange(50))
-
-    def make() -> DataLoader[Any]:
-        return DataLoader(data, 7, shuffle=True, generator=seeded())
-
-    with ContinuousLoader(make(), **engine) as loader:
-        for one, other in zip(loader, make(), strict=True):
-            assert type(one) is type(other)
-            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 class Counting(IterableDataset[Tensor]):

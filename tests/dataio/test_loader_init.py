@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from accel.dataio.engine.engine import WorkerDied
 from accel.dataio.loader import ContinuousLoader
+from accel.dataio.passes import tuner as module
+from tests.dataio.numbers import Numbers, indices, seeded
 
 
 class Told(Dataset[Tensor]):
@@ -54,10 +56,6 @@ def epochs(seed: int, wrap: dict[str, Any] | None, workers: int, *, change: bool
     return seen, torch.get_rng_state()
 
 
-def workers_of(seen: list[Any]) -> set[tuple[int, ...]]:
-    return {tuple(row) for epoch in seen for batch in epoch for row in batch[:, :3].tolist()}
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 def test_one_worker_draws_what_a_dataloaders_persistent_one_draws(seed: int) -> None:
     plain, state = epochs(seed, None, 1)
@@ -65,22 +63,6 @@ def test_one_worker_draws_what_a_dataloaders_persistent_one_draws(seed: int) -> 
 
     for one, other in zip(made, plain, strict=True):
         assert torch.equal(torch.cat(one), torch.cat(other))
-    assert torch.equal(own_state, state)
-
-
-def test_two_workers_have_the_seeds_of_a_dataloaders() -> None:
-    made = workers_of(epochs(5, {"mode": "fork"}, 2)[0])
-
-    assert len(made) == 2  # both made a batch
-    assert made == workers_of(epochs(5, None, 2)[0])
-
-
-def test_workers_started_anew_have_the_seed_of_that_epoch() -> None:
-    plain, state = epochs(5, None, 1, change=True)
-    made, own_state = epochs(5, {"mode": "fork"}, 1, change=True)
-
-    assert len(workers_of(plain)) == 3
-    assert workers_of(made) == workers_of(plain)
     assert torch.equal(own_state, state)
 
 
@@ -152,3 +134,61 @@ def test_auto_does_not_go_on_for_ever_when_no_worker_starts() -> None:
         for _ in range(2):
             with pytest.raises(WorkerDied, match="exit code 7 at its start"):
                 next(iter(loader))
+
+
+# Mode auto on a real loop: what it tries is bounded as requested, and it chooses again when the loop changes
+
+
+class Slow(Numbers):
+    """Sample i takes `seconds`."""
+
+    seconds = 0.0
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.seconds:  # sleep(0) lets others have the core, for milliseconds on a busy machine
+            time.sleep(self.seconds)
+        return super().__getitem__(index)
+
+
+def epoch(loader: Any) -> list[int]:
+    seen = []
+    for batch in loader:
+        seen += indices(batch)
+        time.sleep(0.003)
+    return seen
+
+
+def test_workers_is_the_most_that_is_tried() -> None:
+    data = Slow()
+    data.seconds = 0.002
+    with ContinuousLoader(DataLoader(data, 4), num_workers=2) as loader:
+        for _ in range(3):
+            epoch(loader)
+        told = loader.explain()
+
+    assert "threads(1)" in told
+    assert "threads(2)" in told
+    assert all(f"({count})" not in told for count in range(3, 17))
+
+
+@pytest.mark.slow  # by the machine's clock: beside others a quick dataset looks slow too
+def test_a_dataset_that_becomes_slow_is_given_another_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So short are the windows here that a few epochs suffice."""
+    monkeypatch.setattr(module, "_WINDOW_S", 0.05)
+    monkeypatch.setattr(module, "_WINDOW", 13)
+    monkeypatch.setattr(module, "_REST", 0.0)
+    monkeypatch.setattr(module, "_NEGLIGIBLE", 0.5)  # so that a busy machine is no slow dataset
+    data = Slow()
+    plain = DataLoader(Numbers(), 4, shuffle=True, generator=seeded())
+    with ContinuousLoader(DataLoader(data, 4, shuffle=True, generator=seeded()), num_workers=2) as loader:
+        for _ in range(3):
+            assert epoch(loader) == torch.cat(list(plain))[:, 0].int().tolist()
+        assert loader.setting == "inline"
+        data.seconds = 0.003
+        for _ in range(30):
+            assert epoch(loader) == torch.cat(list(plain))[:, 0].int().tolist()
+            tuner = loader._core.tuner
+            assert tuner is not None
+            if tuner.decided and loader.setting != "inline":
+                break
+        assert loader.setting != "inline", loader.explain()

@@ -75,15 +75,6 @@ def test_balanced_batches_go_on(stops: list[int | None], at: int, number: Any) -
     assert rest == [whole[-2][at:], whole[-1]]
 
 
-def test_balanced_batches_go_on_after_a_whole_epoch() -> None:
-    loader = ContinuousLoader(balanced(), mode="inline")
-    whole = passes(loader, [None, None], None)
-    other = ContinuousLoader(balanced(), mode="inline")
-    other.load_state_dict(loader.state_dict())
-
-    assert passes(other, [None], None) == whole[:1]
-
-
 def test_a_balanced_samplers_own_state_is_where_the_pass_begins() -> None:
     whole = passes(balanced(), [None], None)[0]
     for steps in (2, len(whole)):

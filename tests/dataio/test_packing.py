@@ -133,12 +133,3 @@ def test_rows_are_no_longer_than_allowed_and_not_half_empty(lengths: list[int], 
     assert held.sum() == sum(lengths) and held.max() <= capacity
     # No two rows are half empty: best fit would have put the second into the first.
     assert sum(held * 2 <= capacity) <= 1
-
-
-def test_best_fit_takes_the_fullest_row_with_room() -> None:
-    assert best_fit(np.array([7, 5, 3, 4, 1]), 10).tolist() == [0, 1, 0, 1, 1]
-
-
-def test_rows_of_text_like_lengths_are_full() -> None:
-    lengths = np.sort(np.random.default_rng(0).lognormal(4, 1.1, 5000).astype(int).clip(0, 2048))[::-1]
-    assert lengths.sum() > 0.99 * 2048 * (best_fit(lengths, 2048).max() + 1)

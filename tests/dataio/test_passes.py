@@ -107,28 +107,6 @@ def test_a_state_counts_on_when_an_option_is_set_within_an_epoch() -> None:
     second.close()
 
 
-def test_an_interruption_in_a_transform_loses_no_batch() -> None:
-    def make() -> DataLoader[Any]:
-        torch.manual_seed(3)
-        return DataLoader(Numbers(30), 4, shuffle=True)
-
-    def interrupt(_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    wanted = seen_of(make())
-    loader, owner = wrapped(make(), "proxy")
-    batches, seen = iter(loader), []
-    for number in range(8):
-        if number == 5:
-            loader._accel_fetching.transforms["interrupt"] = interrupt
-            with pytest.raises(KeyboardInterrupt):
-                next(batches)
-            loader._accel_fetching.transforms.clear()
-        seen.append(indices(next(batches)))
-    assert seen == wanted
-    owner.close()
-
-
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # here is no device
 def test_batches_of_workers_are_pinned_where_the_plain_loaders_are(monkeypatch: pytest.MonkeyPatch) -> None:
     loader, workers = wrapped(DataLoader(Numbers(30), 4, pin_memory=True), "proxy")

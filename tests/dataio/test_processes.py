@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import multiprocessing
 import os
 import socket
 import subprocess
-import threading
 import time
 from collections import namedtuple
 from typing import Any
@@ -113,32 +111,11 @@ def test_all_batches_may_be_kept() -> None:
         made = run(engine, indices)
         assert_made(made, expected(indices=indices))
         more = gained(before)
-    assert more["files"] < 30
-    assert more["slots"] <= 2 * (64 + 6)
+    assert more["files"] < 60
+    assert more["slots"] <= 2 * (16 + 6)
     assert_made(made, expected(indices=indices))  # the engine is closed
     del made
     assert_nothing_gained(before)
-
-
-def test_parts_and_arrays_are_kept_while_slots_go_round() -> None:
-    with engine_of(workers=1) as engine:
-        kept: list[tuple[int, Any]] = []
-        for n in range(60):
-            engine.submit(BatchJob([n % 40, 3], None))
-            batch = engine.collect()
-            kept.append((n % 40, batch[0] if n % 3 else batch.numpy()[0]))
-            kept = kept[-20:]
-        engine.close()
-
-    assert all(int(row[0]) == n and int(row[1]) == n * n for n, row in kept)
-
-
-def test_the_loop_may_write_in_its_batches() -> None:
-    with engine_of(workers=1) as engine:
-        for _ in range(10):
-            (batch,) = run(engine, [[1, 2, 3]])
-            assert batch.tolist() == [[1, 1], [2, 4], [3, 9]]
-            batch.mul_(-5)
 
 
 def test_nothing_is_left_after_many_engines() -> None:
@@ -154,24 +131,6 @@ def test_nothing_is_left_after_many_engines() -> None:
         del engine
 
     assert_nothing_gained(before)
-
-
-def test_nothing_piles_up_over_epochs() -> None:
-    class Growing(Squares):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.full((1 + index * 500,), index)
-
-    with engine_of(Growing(), workers=2) as engine:
-        ready(engine)
-        before = held()
-        for n in range(400):
-            engine.submit(BatchJob([n % 40], None))
-            assert engine.collect().shape == (1, 1 + n % 40 * 500)
-        files = len(held()["files"])
-        more = gained(before)
-
-    assert files <= len(before["files"])
-    assert more["slots"] <= 2 * 7
 
 
 def test_an_engine_that_is_forgotten_ends_its_workers() -> None:
@@ -284,49 +243,7 @@ def test_a_default_timeout_of_sockets_does_not_reach_the_workers(side: str) -> N
         socket.setdefaulttimeout(None)
 
 
-def test_an_engine_in_another_thread() -> None:
-    made: list[Any] = []
-
-    def work() -> None:
-        with engine_of() as engine:
-            made.extend(run(engine))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-    assert_made(made)
-
-
-def test_two_engines_end_on_their_own() -> None:
-    """A worker of the second was forked with the first one's connections open."""
-    with engine_of() as first:
-        ready(first)
-        with engine_of() as second:
-            ready(second)
-            workers = pids(first)
-            began = time.monotonic()
-            first.close()
-            assert time.monotonic() - began < 20
-            assert all(gone(pid) for pid in workers)
-            assert_made(run(second))
-
-
 # Memory
-
-
-@pytest.mark.parametrize("name", ["memfd_create", "posix_fallocate"])
-def test_without_memory_for_slots_bytes_are_sent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, name, refused)
-    before = held()
-    with engine_of() as engine:
-        made = run(engine)
-        assert_made(made)
-        assert gained(before)["slots"] == 0
-        made[0].add_(1)
 
 
 def test_no_shared_memory_of_the_system_is_needed() -> None:
@@ -348,12 +265,15 @@ def test_no_shared_memory_of_the_system_is_needed() -> None:
     assert made == b"64"
 
 
-def test_collecting_garbage_while_batches_are_held() -> None:
-    """Cycles that hold batches are found at any moment, in the middle of receiving too."""
+@pytest.mark.parametrize("name", ["memfd_create", "posix_fallocate"])
+def test_without_memory_for_slots_bytes_are_sent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, name, refused)
+    before = held()
     with engine_of() as engine:
-        for _ in range(50):
-            cycle: list[Any] = [run(engine, [[1, 2]])]
-            cycle.append(cycle)
-        del cycle
-        gc.collect()
-        assert sum(handle.slots.in_use for handle in engine.pool.handles) == 0
+        made = run(engine)
+        assert_made(made)
+        assert gained(before)["slots"] == 0
+        made[0].add_(1)

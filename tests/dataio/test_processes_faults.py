@@ -15,12 +15,14 @@ from torch.utils.data import DataLoader
 
 from accel.dataio.engine import worker_handle
 from accel.dataio.engine.engine import BatchJob, WorkerDied, as_raised
+from accel.dataio.loader import ContinuousLoader
 from tests.dataio.engines import (
     Squares,
     assert_made,
     assert_nothing_gained,
     engine_of,
     expected,
+    gained,
     gone,
     held,
     lists,
@@ -29,7 +31,8 @@ from tests.dataio.engines import (
     ready,
     run,
 )
-from tests.dataio.faults import ENDS, ERRORS, Once, only_in, throw
+from tests.dataio.faults import ENDS, ERRORS, GARBAGE, Once, die, only_in, throw
+from tests.dataio.numbers import Numbers, indices
 
 
 @pytest.fixture(autouse=True)
@@ -152,13 +155,6 @@ def test_all_workers_are_killed_again_and_again() -> None:
         assert len(engine.deaths) == 12
 
 
-def test_killed_at_the_start() -> None:
-    with engine_of(workers=2) as engine:
-        for pid in pids(engine):
-            os.kill(pid, signal.SIGKILL)
-        assert_made(run(engine))
-
-
 def test_killed_between_batches_and_closed() -> None:
     before = held()
     with engine_of(workers=2) as engine:
@@ -245,15 +241,6 @@ def test_a_stopped_worker_times_out_and_goes_on() -> None:
         assert_made(run(engine))
 
 
-def test_a_stopped_worker_can_be_closed() -> None:
-    with engine_of(workers=1) as engine:
-        ready(engine)
-        (pid,) = pids(engine)
-        os.kill(pid, signal.SIGSTOP)
-        engine.close()
-        assert gone(pid)
-
-
 def test_closing_while_fetching() -> None:
     with engine_of(Squares(at=1, act=lambda: time.sleep(60)), workers=2) as engine:
         for indices in ([1], [1], [2]):
@@ -269,3 +256,87 @@ def test_errors_from_elsewhere_keep_their_cause() -> None:
 
     assert type(error) is KeyError
     assert "in worker process 0:\n\nTraceback: there" in str(error.__cause__)
+
+
+# What goes wrong comes through a continuous loader, which goes on after it; and nothing piles up
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index == 13:
+            raise LookupError("a bad picture")
+        return super().__getitem__(index)
+
+
+def test_what_the_dataset_raises_comes_out_and_the_loop_may_go_on(engine: dict[str, Any]) -> None:
+    with ContinuousLoader(DataLoader(Broken(), 4), **engine) as loader:
+        for _ in range(2):
+            seen = []
+            batches = iter(loader)
+            for number in range(13):
+                if number == 3:
+                    with pytest.raises(LookupError, match="a bad picture") as caught:
+                        next(batches)
+                    told = str(caught.value.__cause__) + "".join(getattr(caught.value, "__notes__", ()))
+                    assert "while fetching sample 13" in told
+                else:
+                    seen += indices(next(batches))
+            assert next(batches, None) is None
+            assert seen == [*range(12), *range(16, 50)]
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_batches_that_can_not_be_sent(engine: dict[str, Any], kind: str) -> None:
+    with ContinuousLoader(DataLoader(Numbers(), 4, collate_fn=GARBAGE[kind]), **engine) as loader:
+        batches = iter(loader)
+        if engine["mode"] == "fork":
+            with pytest.raises(TypeError, match="can't be sent to another process"):
+                next(batches)
+        else:
+            next(batches)
+
+
+def test_a_batch_that_kills_its_workers_is_told_and_the_loop_may_go_on() -> None:
+    with ContinuousLoader(DataLoader(Squares(at=13, act=die), 4), mode="fork", num_workers=1) as loader:
+        batches = iter(loader)
+        seen = [indices(next(batches)) for _ in range(3)]
+        with pytest.raises(WorkerDied, match=r"SIGKILL while fetching samples \[12, 13, 14, 15\]"):
+            next(batches)
+        seen += [indices(batch) for batch in batches]
+
+    assert sum(seen, []) == [*range(12), *range(16, 40)]  # noqa: RUF017
+
+
+@pytest.mark.parametrize("mode", ["threads", "fork"])
+def test_nothing_is_left_of_many_epochs_that_were_left_early(mode: Any) -> None:
+    before = held()
+    with ContinuousLoader(DataLoader(Numbers(), 4, shuffle=True), mode=mode, num_workers=2) as loader:
+        counts = []
+        for epoch in range(20):
+            for number, _ in enumerate(loader):
+                if number == epoch % 15:
+                    break
+            if epoch % 15 == 4:
+                counts.append(gained(before))
+    assert all(count["threads"] + count["children"] == 2 for count in counts), counts
+    assert counts[-1]["files"] <= counts[0]["files"] + 7  # of slots
+    assert counts[-1]["slots"] <= 2 * 7
+    del loader, _
+
+    assert_nothing_gained(before, within=30)  # threads that were told to end do so
+
+
+def test_killed_at_the_start() -> None:
+    with engine_of(workers=2) as engine:
+        for pid in pids(engine):
+            os.kill(pid, signal.SIGKILL)
+        assert_made(run(engine))
+
+
+def test_a_stopped_worker_can_be_closed() -> None:
+    with engine_of(workers=1) as engine:
+        ready(engine)
+        (pid,) = pids(engine)
+        os.kill(pid, signal.SIGSTOP)
+        engine.close()
+        assert gone(pid)

@@ -20,11 +20,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.engine import processes, worker, worker_handle
-from accel.dataio.engine.engine import BatchJob, WorkersStuck
+from accel.dataio.engine.engine import BatchJob, WorkerDied
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.passes import engines
 from tests.conftest import Once
-from tests.dataio.engines import Squares, assert_made, engine_of, expected, gone, in_child, loader_of, pids, ready, run
+from tests.dataio.engines import Squares, assert_made, engine_of, gone, in_child, loader_of, pids, ready, run
 
 
 @pytest.fixture(autouse=True)
@@ -67,28 +66,13 @@ def held_lock() -> Iterator[threading.Event]:
 
 @pytest.mark.usefixtures("held_lock")
 def test_a_lock_that_was_held_at_the_fork() -> None:
-    with engine_of(Locks(), start_method="fork", stall_s=0.2) as engine:
+    with engine_of(Locks(), start_method="fork", stall_s=0.2, check=lambda method: None) as engine:
         (caught,) = run(engine, [[1]])
         assert not engine.processes
 
-    assert type(caught) is WorkersStuck
-    assert re.search(r"forked while \d+ threads ran, so it probably waits for a lock", str(caught))
+    assert type(caught) is WorkerDied
+    assert re.search("it was forked, so it probably waits for a lock", str(caught))
     assert "choose start_method='forkserver'" in str(caught)
-
-
-def test_a_loader_whose_workers_are_stuck_goes_on_in_the_loops_own_thread(
-    held_lock: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engines, "STALL_S", 0.2)
-    data = Locks()
-    with ContinuousLoader(DataLoader(data, 4), mode="fork", num_workers=2) as loader:
-        batches = iter(loader)
-        loader._core._continuous.prime()  # type: ignore[union-attr]  # the workers are forked
-        held_lock.set()
-        with pytest.warns(UserWarning, match=r"waits for a lock[^$]*mode='fork' goes on in the loop's own thread"):
-            assert_made([*batches], expected(data))
-        assert loader.setting == "inline"
-        assert_made([*loader], expected(data))
 
 
 def test_start_methods_that_pickle_say_what_they_can_not() -> None:
@@ -253,14 +237,10 @@ def test_workers_that_nobody_asked_for_are_given_up_whatever_they_wait_for(
         engine.start_method = "spawn"
         assert engine._patience_s(processes.WorkerHandle(0)) == float("inf")
 
-    assert type(made[-1]) is WorkersStuck
+    assert type(made[-1]) is WorkerDied
     assert f"has not made {batch} batch in 0.5 s" in str(made[-1])
 
 
-def test_workers_that_were_asked_for_may_take_their_time_where_no_thread_ran() -> None:
+def test_workers_that_were_asked_for_may_take_their_time() -> None:
     with engine_of(Stuck(0), 1, start_method="fork") as engine:
-        handle = processes.WorkerHandle(0)
-        handle.threads_at_start = 1
-        assert engine._patience_s(handle) == float("inf")
-        handle.threads_at_start = 2
-        assert engine._patience_s(handle) == processes.STALL_S
+        assert engine._patience_s(processes.WorkerHandle(0)) == float("inf")

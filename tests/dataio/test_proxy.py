@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
 from accel.dataio.passes.proxy import LoaderProxy, is_proxy
 from tests.dataio.engines import Silent
@@ -163,21 +161,6 @@ def test_a_class_s_own_methods_are_asked() -> None:
     assert vars(rich)["more"] == 1
     del proxy.more
     assert not hasattr(rich, "more")
-
-
-def test_an_iterator_goes_on_and_a_loader_stays_what_it_is() -> None:
-    drawn = _proxy_of(iter([1, 2, 3]))
-    assert next(drawn) == 1
-    assert list(drawn) == [2, 3]
-    loader = DataLoader(torch.arange(4), batch_size=2)  # type: ignore[arg-type]
-    proxy = _proxy_of(loader)
-    assert proxy == loader and {loader: 1}[proxy] == 1 and isinstance(proxy, DataLoader) and len(proxy) == 2
-    assert not callable(proxy) and not hasattr(type(proxy), "__next__")
-    with pytest.raises(TypeError, match="'DataLoader' object is not subscriptable"):
-        proxy[0]
-    tensors = _proxy_of(torch.arange(4))
-    assert torch.equal(tensors == 1, torch.arange(4) == 1)
-    assert torch.equal(3 - tensors, 3 - torch.arange(4))
 
 
 @pytest.mark.parametrize("make", [lambda: [3, 1, 2], lambda: {0: 3}, Rich])

@@ -158,13 +158,3 @@ def test_batches_of_another_size_go_on_in_a_shuffled_order(sizes: list[int | Non
             state = loader.state_dict()
 
     assert seen == whole
-
-
-def test_a_state_between_two_epochs_is_loaded_in_the_middle_of_one() -> None:
-    loader = ContinuousLoader(DataLoader(Numbers(), 4), mode="inline")
-    between = loader.state_dict()
-    next(iter(loader))
-    loader.load_state_dict(between)
-
-    assert loader.state_dict() | {"begun": None} == between | {"begun": None}
-    assert len(run(loader, 1)[0]) == 13

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accel.dataio import sample_cache
 from accel.dataio.loader import ContinuousLoader
-from accel.dataio.sample_cache import CacheMode, SampleCache, SampleServer
+from accel.dataio.sample_cache import SampleCache, SampleKeeper
 
 
 class Counted(Dataset[Any]):
@@ -54,7 +54,7 @@ def checks() -> None:
 def _without_checks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "checks" not in request.fixturenames:
         monkeypatch.setattr(sample_cache, "_CHECKED", 0.0)
-        monkeypatch.setattr(SampleServer, "_owes_check", lambda self, samples: False)
+        monkeypatch.setattr(SampleKeeper, "_owes_check", lambda self, samples: False)
 
 
 def epochs(cache: SampleCache, count: int, batch: int = 4) -> list[Any]:
@@ -71,13 +71,6 @@ def test_each_sample_is_fetched_twice_and_no_more(kind: type[Counted]) -> None:
         assert (x == index[:, None, None]).all()
     assert cache.dataset.fetched == [3] + 11 * [2]  # the first one for its layout, too
     assert cache.stats().served == 36 and cache.stats().kept_bytes == 12 * (24 + 8)
-
-
-def test_single_samples_are_kept_too() -> None:
-    cache = SampleCache(Many())
-    samples = [cache[5] for _ in range(4)]
-    assert cache.dataset.fetched[5] == 2
-    assert all(x.equal(torch.full((2, 3), 5.0)) and index == 5 for x, index in samples)
 
 
 def test_what_is_not_kept_yet_is_fetched_beside_what_is() -> None:
@@ -210,15 +203,6 @@ def test_checks_draw_nothing_from_the_programs_generators() -> None:
     assert cache.stats().checked > 0
 
 
-def test_a_difference_in_what_is_fetched_beside_it_counts_for_the_whole_batch() -> None:
-    cache = SampleCache(Counted())
-    for indices in ([0, 1], [0, 1], [5]):
-        cache.__getitems__(indices)
-    cache.dataset.scale = 2.0
-    assert [float(x.max()) for x, _ in cache.__getitems__([0, 1, 5])] == [0.0, 2.0, 10.0]
-    assert cache.dropped == "sample 5 came out differently when it was fetched again"
-
-
 def test_a_batch_that_is_no_list_of_samples_is_handed_through() -> None:
     class Finished(Counted):
         def __getitems__(self, indices: list[int]) -> Any:
@@ -227,53 +211,6 @@ def test_a_batch_that_is_no_list_of_samples_is_handed_through() -> None:
     cache = SampleCache(Finished())
     assert cache.__getitems__([1, 2]).tolist() == [1, 2]  # type: ignore[attr-defined]
     assert "doesn't return a list" in cache.dropped
-
-
-@pytest.mark.parametrize(("fetch_s", "fetches"), [(1e-5, 5), (1e-2, 1)])
-def test_what_noting_costs_is_timed_on_sample_0_and_draws_nothing(fetch_s: float, fetches: int) -> None:
-    """By a clock of the test's own: each reading of it takes 1 µs, and a fetch its time."""
-    now = 0.0
-
-    class Slow(Counted):
-        def __getitem__(self, index: int) -> Any:
-            nonlocal now
-            now += fetch_s
-            torch.rand(1), random.random()
-            return super().__getitem__(index)
-
-    def clock() -> float:
-        nonlocal now
-        now += 1e-6
-        return now
-
-    dataset = Slow()
-    cache = SampleCache(dataset)
-    before, states = dataset.fetched[0], (torch.get_rng_state(), random.getstate())
-    assert cache.cache_recorder.noting_share(cache.fetch, clock) == pytest.approx(1.3 * 1e-6 / (fetch_s + 1e-6))
-    assert dataset.fetched[0] - before == fetches
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-
-
-def test_draws_are_found_out_later_too_in_one_batch_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        sample_cache, "others_could_draw", lambda: False
-    )  # beside other threads only the first are heard
-
-    class Later(Counted):
-        def __getitem__(self, index: int) -> Any:
-            if index >= 2000:
-                random.random()
-            return super().__getitem__(index)
-
-    cache = SampleCache(Later(4000))
-    batches = [list(range(start, start + 8)) for start in range(0, 2064, 8)]
-    for batch in batches[:250]:
-        cache.__getitems__(batch)
-    assert not cache.dropped
-    for batch in batches[250:]:
-        cache.__getitems__(batch)
-    assert cache.dropped == "fetching a sample draws random numbers"
 
 
 def test_after_forget_all_is_begun_anew() -> None:
@@ -307,24 +244,15 @@ def test_a_closed_cache_fetches() -> None:
     assert (cache[3][0] == 3.0).all()
 
 
-@pytest.mark.parametrize("mode", [CacheMode.RESTING, CacheMode.RECORDING])
-def test_a_cache_that_does_not_serve_fetches(mode: CacheMode) -> None:
+def test_a_cache_that_does_not_serve_keeps_on_noting() -> None:
     cache = SampleCache(Counted())
-    cache.cache_book.mode = mode
+    cache.cache_book.notes["serves"] = False
     epochs(cache, 3)
-    assert cache.stats().kept == (12 if mode is CacheMode.RECORDING else 0) and cache.stats().served == 0
+    assert cache.stats().kept == 12 and cache.stats().served == 0
     assert sum(cache.dataset.fetched) == 37
-    cache.cache_book.mode = CacheMode.SERVING
+    cache.cache_book.notes["serves"] = True
     epochs(cache, 3)
-    assert cache.stats().served == (36 if mode is CacheMode.RECORDING else 12)
-
-
-def test_recent_hits_are_those_since_the_last_call() -> None:
-    cache = SampleCache(Counted())
-    cache.cache_book.mode = CacheMode.RECORDING
-    epochs(cache, 3)
-    assert cache.cache_book.recent_hits() == (36, 12)
-    assert cache.cache_book.recent_hits() == (0, 0)
+    assert cache.stats().served == 36
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -335,11 +263,6 @@ def test_what_does_not_fit_is_fetched_each_time() -> None:
     epochs(cache, 4)
     assert cache.cache_book.places == cache.stats().kept == 5
     assert cache.dataset.fetched == [3, 2, 2, 2, 2] + 7 * [4]
-
-
-def test_the_default_is_a_share_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_cache, "available_memory", lambda: 8 * 32)
-    assert SampleCache(Counted()).cache_book.places == 2
 
 
 def test_nothing_more_is_kept_once_memory_has_become_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,24 +384,6 @@ def test_a_sample_that_comes_twice_in_a_batch_is_noted_twice() -> None:
     cache = SampleCache(Counted())
     cache.__getitems__([3, 3, 5])
     assert cache.stats().kept == 1
-
-
-def test_samples_of_a_dataset_that_changes_while_they_are_noted_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = SampleCache(Counted())
-    cache.__getitems__(list(range(6)))
-    note = cache.cache_book.store.note  # type: ignore[union-attr]
-
-    def changes_meanwhile(*arguments: Any) -> Any:
-        differs = note(*arguments)
-        cache.forget()
-        return differs
-
-    monkeypatch.setattr(cache.cache_book.store, "note", changes_meanwhile)
-    cache.__getitems__(list(range(6)))
-    assert cache.stats().kept == 0
-    monkeypatch.setattr(cache.cache_book.store, "note", note)
-    cache.__getitems__(list(range(6)))
-    assert cache.stats().kept == 0  # noted anew, once
 
 
 def test_an_attribute_that_is_set_is_the_dataset_s() -> None:

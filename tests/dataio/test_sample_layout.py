@@ -108,12 +108,6 @@ def test_what_is_written_into_a_sample_stays_with_it(share: bool) -> None:
     assert not second[0].any() and not second[1].any()
 
 
-def test_samples_of_their_own_memory_can_grow() -> None:
-    first, second = unpacked(SampleLayout(torch.zeros(2)), [torch.zeros(2), torch.zeros(2)])
-    first.resize_(4).fill_(1.0)
-    assert not second.any()
-
-
 @pytest.mark.parametrize(
     "sample",
     [
@@ -184,16 +178,6 @@ def test_each_bit_counts() -> None:
     layout = SampleLayout((0.0, torch.zeros(2)))
     assert layout.pack((0.0, torch.zeros(2))) != layout.pack((-0.0, torch.zeros(2)))
     assert layout.pack((0.0, torch.zeros(2))) != layout.pack((0.0, -torch.zeros(2)))
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_rows_of_several_samples_are_the_bytes_of_each(name: str) -> None:
-    samples = [KEPT[name]() for _ in range(3)]
-    layout = SampleLayout(samples[0])
-    rows = layout.rows(samples)
-    assert rows is not None
-    for sample, *packed in zip(samples, *rows, strict=True):
-        assert [row.tobytes() for row in packed] == layout.pack(sample)
 
 
 OTHERS: dict[str, tuple[Any, Any]] = {

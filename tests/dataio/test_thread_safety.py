@@ -27,6 +27,9 @@ class Holds(Dataset[Any]):
     def __len__(self) -> int:
         return 1
 
+    def first(self) -> Any:
+        return self.things[0]
+
 
 def with_closure(thing: Any) -> Callable[[], Any]:
     return lambda: thing
@@ -54,7 +57,7 @@ HARMFUL = {
     "lock": threading.Lock(),
     "in_closure": with_closure(io.BytesIO()),
     "in_partial": functools.partial(with_closure, io.BytesIO()),
-    "in_method": Holds(io.BytesIO()).__len__,
+    "in_method": Holds(io.BytesIO()).first,
     "in_dict": {"a": [{"b": iter([1])}]},
 }
 

@@ -119,28 +119,6 @@ def test_mean_of_means_is_another_gradient() -> None:
     assert not torch.allclose(gradients(net)[0], wanted([counts])[0], rtol=1e-2)
 
 
-def test_half_precision_sums_are_divided_in_fp32() -> None:
-    loss = token_mean(torch.tensor(1000.0, dtype=torch.bfloat16, requires_grad=True), 3)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, torch.tensor(1000 / 3))
-
-
-def test_averaged_over_can_be_given() -> None:
-    assert token_mean(torch.tensor(6.0), 3, averaged_over=4) == 8
-
-
-def test_count_is_not_changed_by_summing_it() -> None:
-    tokens = torch.tensor([4])
-    total = global_tokens(tokens)
-    total += 1
-    assert tokens.item() == 4
-    assert total.shape == ()
-
-
-def test_gradients_that_are_not_there_are_left_out() -> None:
-    assert scale_gradients(model().parameters(), 3) == 3
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [

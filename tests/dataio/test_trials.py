@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from accel.dataio.engine import processes
-from accel.dataio.engine.engine import BatchJob, ThreadEngine
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes import engines as way
 from accel.dataio.passes import tuner
@@ -122,34 +116,6 @@ def test_no_process_is_forked_while_its_own_threads_hold_a_lock() -> None:
     assert took < way._STALL_S + 20  # a stall was 30 s; the rest is slow machines
 
 
-def test_a_thread_that_hangs_keeps_processes_from_being_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_REST_S", 0.05)
-    release = threading.Event()
-
-    class Hangs(Numbers):
-        def __getitem__(self, index: int) -> Tensor:
-            release.wait(60)
-            return super().__getitem__(index)
-
-    threads = ThreadEngine(DataLoader(Hangs(), 4), 1)
-    threads.restart()
-    threads._quiet = True
-    threads.submit(BatchJob([1], None))
-    engine = processes.ProcessEngine(DataLoader(Numbers(), 4), 1, start_method="fork")
-    deadline = time.monotonic() + 30
-    while not threads._futures[0][1].running() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    try:
-        with pytest.raises(RuntimeError, match="can't be forked while threads fetch, whose locks it would inherit"):
-            engine.start()
-    finally:
-        release.set()
-    assert torch.equal(threads.collect(), Numbers()[1][None])
-    engine.start()  # and once they are at rest it can
-    engine.close()
-    threads.close()
-
-
 SCRIPT = """
 import os, time
 from pathlib import Path
@@ -183,16 +149,6 @@ batches = iter(ContinuousLoader(DataLoader(Hangs(), 4, timeout=1, num_workers=1)
 for _ in range(2):
     next(batches)
 """
-
-
-def test_a_script_runs_once_and_ends_although_a_fetch_hangs(tmp_path: Path) -> None:
-    script, runs = tmp_path / "script.py", tmp_path / "runs"
-    begin = "import multiprocessing; multiprocessing.set_start_method('forkserver', force=True)\n"
-    script.write_text(begin + SCRIPT.format(runs=str(runs)))
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    subprocess.run([sys.executable, str(script)], check=True, timeout=300, env=environment)
-
-    assert runs.read_text() == "run "
 
 
 class Counting(Numbers):

@@ -105,17 +105,6 @@ def test_waiting_for_a_core_is_no_waiting_for_storage() -> None:
     assert max(each.workers for each in candidates(crowd, 2, "fork", True)) == 2
 
 
-def test_a_crowd_that_comes_and_goes_is_no_storage_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(module, "usable_cores", lambda: 1)
-    tuner = Tuner("fork")
-    # Half of the batches wait for a core; of the others one takes five times as long.
-    for run_s, line_s in ((1e-3, 2e-3), (1e-3, 0), (1e-3, 0), (5e-3, 0), (1e-3, 0), *[(1.1e-3, 2.2e-3)] * 3):
-        tuner.served(run_s + line_s, 2e-3, Busy(run_s, line_s), 1)
-    assert max(each.setting.workers for each in tuner.tried) == 1
-
-
 @pytest.mark.parametrize(("asleep", "most"), [(0.0, 4), (0.2, 4), (0.5, 8), (0.7, 14), (0.9, 16)])
 def test_as_many_workers_as_keep_the_cores_busy_are_of_use(asleep: float, most: int) -> None:
     assert most_workers(InlineCost(0.01, 0.01 * (1 - asleep), 0.0, 0.002), 4) == most

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import multiprocessing
 import random
 import tempfile
+import threading
 import time
 import weakref
 from collections import deque, namedtuple
@@ -19,12 +21,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from accel.dataio.dataset import walk
+from accel.dataio.dataset.fetch_watch import FetchWatch
 from accel.dataio.dataset.numbers import Forecast, differing, numbers_of, set_numbers
 from accel.dataio.dataset.watch import DatasetWatch
-from accel.dataio.fetching.fetch import Fetch
+from accel.dataio.fetching.fetch import Fetch, fetch_of
 from accel.dataio.loader import ContinuousLoader
 
 Span = namedtuple("Span", "low high")
@@ -302,6 +305,7 @@ UNSEEN: dict[str, Any] = {
     "iterator": lambda: Holder(a=iter([1, 2])),
     "memory": lambda: Holder(a=memoryview(bytearray(3))),
     "C code": lambda: Holder(a=ElementTree.Element("a")),
+    "shared number": lambda: Holder(a=multiprocessing.Value("i", 0)),
     "too many": lambda: Holder(a=[[[0] for _ in range(200)] for _ in range(60)]),
 }
 
@@ -442,7 +446,6 @@ ROWS = iter([1])
 
 def test_what_can_not_be_seen_and_only_a_constructor_names_ends_no_worker() -> None:
     dataset = MadeOfAnIterator()
-    assert watch_of(dataset).unseen
     with ContinuousLoader(DataLoader(dataset, batch_size=2), mode="fork", num_workers=1) as loader:  # type: ignore[arg-type]
         workers = set()
         for _ in range(3):
@@ -492,4 +495,104 @@ def test_long_lists_of_tensors_are_looked_into(dtype: torch.dtype) -> None:
 
 
 def test_long_lists_of_what_can_t_be_looked_into_may_have_changed() -> None:
-    assert watch_of(Holder(samples=[ElementTree.Element("a") for _ in range(300)])).unseen_at_all
+    assert watch_of(Holder(samples=[threading.Lock() for _ in range(300)])).unseen_at_all
+
+
+# A fetch that leaves anything behind is seen to, wherever the dataset keeps it
+
+
+CALLS = [0]
+
+
+def _count_globally(data: Any) -> None:
+    CALLS[0] += 1
+
+
+class Data(Dataset[Any]):
+    def __init__(self, leave: Callable[[Any], Any]) -> None:
+        self.leave = leave
+        self.array = np.zeros(64)
+        self.large = np.zeros(walk.MOST_SLOW_BYTES // 32)
+
+    def __getitem__(self, index: int) -> int:
+        self.leave(self)
+        return index
+
+
+# Of the kinds of changes that a `DatasetWatch` sees, see test_watch.py.
+LEAVES: dict[str, Callable[[Any], Any]] = {
+    "array": lambda data: data.array.__setitem__(3, data.array[3] + 1),
+    "large array": lambda data: data.large.__setitem__(-1, data.large[-1] + 1),
+    "attribute": lambda data: setattr(data, "calls", 1),
+    "global list": _count_globally,
+}
+
+
+@pytest.mark.parametrize("where", LEAVES)
+def test_what_a_fetch_changes(where: str) -> None:
+    data = Data(LEAVES[where])
+    watch = FetchWatch(data)
+    watch.before()
+    data[0]
+    watch.after()
+
+    assert watch.finding == "fetching a sample changes the dataset"
+
+
+def test_a_fetch_that_leaves_nothing() -> None:
+    data = Data(lambda data: None)
+    watch = FetchWatch(data)
+    for index in range(5):
+        watch.before()
+        data[index]
+        watch.after()
+        data.array += 1  # the loop's own affair
+
+    assert watch.finding == ""
+
+
+class Masks:
+    """A collate function with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+
+    def __call__(self, samples: list[int]) -> Any:
+        return torch.tensor(samples), self.random.random(len(samples))
+
+
+def test_what_a_collate_function_keeps_is_watched_too() -> None:
+    loader = DataLoader(list(range(12)), 4, collate_fn=Masks())
+    watch = FetchWatch(fetch_of(loader))
+    batches = iter(loader)
+    watch.around(lambda: next(batches))
+
+    assert watch.finding == "making a batch changes what the collate function keeps"
+
+
+def test_a_dataset_that_changes_is_seen_behind_an_array_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays after one that was too large were not looked at any more, and such a dataset was moved."""
+    monkeypatch.setattr(walk, "MOST_SLOW_BYTES", 4096)
+    monkeypatch.setattr(walk, "MOST_SLOW_ENTRIES", 1000)
+
+    class Counts(Data):
+        def __init__(self, leave: Callable[[Any], Any]) -> None:
+            self.data = np.zeros(8192)
+            self.seen = np.zeros(4)
+            self.lists = [[0] for _ in range(walk.MOST_SLOW_ENTRIES + 1)]
+            self.known = [0] * 300
+            self.leave = leave
+
+    for leave in (_write_seen, _write_known):
+        data = Counts(leave)
+        watch = FetchWatch(data)
+        watch.around(partial(data.__getitem__, 0))
+        assert watch.finding == "fetching a sample changes the dataset"
+
+
+def _write_seen(data: Any) -> None:
+    data.seen[0] += 1
+
+
+def _write_known(data: Any) -> None:
+    data.known[299] += 1

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accel.dataio.engine import wire
+from accel.dataio.fetching import wire
 
 Point = namedtuple("Point", "x y")
 
@@ -173,20 +173,6 @@ def test_dense_tensors_keep_their_order_of_dimensions() -> None:
         assert there.stride() == tensor.stride()
 
 
-def test_a_fortran_array_stays_one() -> None:
-    array = np.asfortranarray(np.arange(24.0).reshape(2, 3, 4))
-
-    assert through(array).flags.f_contiguous
-    assert through(np.arange(24.0).reshape(2, 3, 4)).flags.c_contiguous
-
-
-def test_an_expanded_tensor_is_sent_once() -> None:
-    packed = wire.pack(torch.ones(1).expand(1000))
-
-    assert packed.size == 64
-    assert through(torch.ones(1).expand(1000)).tolist() == [1.0] * 1000
-
-
 def test_one_tensor_in_two_places_stays_one() -> None:
     tensor, array = torch.rand(3), np.arange(3)
     there = through({"a": tensor, "b": [tensor, array], "c": array})
@@ -216,12 +202,6 @@ def test_views_of_a_large_memory_take_no_more_than_they_show() -> None:
     assert wire.pack([base[0], base[999]]).size == 2 * 4 * 1000 + 2 * 64 - 2 * 32
 
 
-def test_columns_of_a_wide_table_take_no_more_either() -> None:
-    base = torch.zeros(1000, 1000)
-
-    assert wire.pack([base[:, 0], base[:, 1]]).size <= 2 * (4 * 1000 + 64)
-
-
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_travel(layout: torch.layout) -> None:
@@ -243,15 +223,6 @@ def test_arrays_made_while_packing_are_not_taken_for_others() -> None:
             return (list, ([torch.full((3,), self.number)],))
 
     assert [int(each[0][0]) for each in through([Lazy(n) for n in range(50)])] == list(range(50))
-
-
-def test_an_object_that_holds_itself() -> None:
-    loop: list[Any] = [torch.ones(2)]
-    loop.append(loop)
-    there = through(loop)
-
-    assert there[1] is there
-    assert torch.equal(there[0], loop[0])
 
 
 OTHERS: dict[str, Any] = {
@@ -316,13 +287,6 @@ def test_packing_leaves_the_batch_alone() -> None:
 
     assert tensor.tolist() == [[0, 3], [1, 4], [2, 5]]
     assert array.tolist() == [0, 1, 2]
-
-
-def test_an_empty_batch_needs_no_memory() -> None:
-    batch = [torch.empty(0, 3), np.empty((2, 0), "f4"), "text"]
-
-    assert wire.pack(batch).size == 0
-    assert_same(through(batch), batch)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ class WireBatch(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each piece."""
         return [piece.nbytes for piece in self.pieces]
 
 
@@ -116,7 +115,6 @@ def pack(batch: Any) -> WireBatch:
 
 
 def _places(sizes: list[int]) -> list[int]:
-    """Return where each piece begins, and where the last one ends."""
     return [0, *accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)]
 
 
