@@ -17,29 +17,66 @@ from accel.errors import InvalidArgument, InvalidState
 from accel.kernels.optimizers import Batch, Hypers, Kind, Scaling, UpdateOutcome, Updater, work_dtype
 from accel.kernels.support import runs_triton
 from accel.optim import checks
-from accel.optim.apex import ApexStep
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _GRAD, _DTYPE, _VERSION = attrgetter("grad"), attrgetter("dtype"), attrgetter("_version")
 _IS_NONE = partial(is_, None)
-_BACKENDS = ("accel", "apex")
 _NO_OPTIONS = frozenset({"self", "__class__", "params", "backend"})
 
 
 def given(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the options among the arguments of a constructor, by name: the defaults of parameter groups."""
-    return {name: value for name, value in arguments.items() if name not in _NO_OPTIONS}
+    """Return the options among the arguments of a constructor, by name: the defaults of parameter groups.
+
+    With torch's own switches, so that a checkpoint is read by torch.optim; nothing here reads them.
+    """
+    options = {name: value for name, value in arguments.items() if name not in _NO_OPTIONS}
+    return {**options, "foreach": None, "fused": None, "differentiable": False}
 
 
-class UpdatingOptimizer(Optimizer):
-    """Base of the optimizers whose step is one update of all parameters."""
+class MultiTensorOptimizer(Optimizer):
+    """Base of the optimizers: one update for all parameters, kernels on a GPU, torch's own operators elsewhere.
 
-    def _update(self) -> None:
-        raise NotImplementedError
+    Mixed precision works in two ways. `torch.amp.GradScaler` gives the loss scale, and whether gradients are finite, to
+    the step, as it does for torch's fused optimizers: nothing waits for the device. Whoever sets `grad_scale` alone has
+    the step look for infinity and NaN itself, in the pass that finds the norm, and reads the answer from `overflow`.
+    A skipped step changes nothing, step counters included. `p.grad` stays as backward left it, scaled and not clipped.
 
-    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a state as it is to be loaded, None for as it is; raise InvalidArgument if it is of another one."""
-        raise NotImplementedError
+    Attributes:
+        grad_norm: norm of all gradients of the last step, unscaled and before clipping, on the device; None where it
+            was not needed. The next step overwrites it.
+        overflow: 1 if the last step was skipped, else 0, on the device; None where nobody looked.
+    """
+
+    kind: ClassVar[Kind]
+    switches: ClassVar[dict[str, str]] = {}
+    """Options that are on or off → the column of `Hypers` that says so."""
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "accel") -> None:
+        if backend != "accel":
+            raise InvalidArgument(
+                f"{type(self).__name__}: backend must be 'accel'. Found: {backend!r}. For apex's kernels make its "
+                "own optimizer; its states load here."
+            )
+        self._start()
+        super().__init__(params, defaults)
+
+    def _start(self) -> None:
+        self._updater = Updater(self.kind)
+        self._outcome = UpdateOutcome(None, None)
+        self._rounded = Rounded()
+
+    # What torch.optim.Optimizer asks.
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of all gradients of the last step."""
+        return self._outcome.norm
+
+    @property
+    def overflow(self) -> Tensor | None:
+        """Whether the last step was skipped."""
+        return self._outcome.overflow
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -84,59 +121,6 @@ class UpdatingOptimizer(Optimizer):
         finally:
             handle.remove()
 
-
-class MultiTensorOptimizer(UpdatingOptimizer):
-    """Base of the optimizers: one update for all parameters, kernels on a GPU, torch's own operators elsewhere.
-
-    Mixed precision works in two ways. `torch.amp.GradScaler` gives the loss scale, and whether gradients are finite, to
-    the step, as it does for torch's fused optimizers: nothing waits for the device. Whoever sets `grad_scale` alone has
-    the step look for infinity and NaN itself, in the pass that finds the norm, and reads the answer from `overflow`.
-    A skipped step changes nothing, step counters included. `p.grad` stays as backward left it, scaled and not clipped.
-
-    Attributes:
-        grad_norm: norm of all gradients of the last step, unscaled and before clipping, on the device; None where it
-            was not needed. The next step overwrites it.
-        overflow: 1 if the last step was skipped, else 0, on the device; None where nobody looked.
-    """
-
-    kind: ClassVar[Kind]
-    switches: ClassVar[dict[str, str]] = {}
-    """Options that are on or off → the column of `Hypers` that says so."""
-    _step_supports_amp_scaling = True
-    _apex: ApexStep | None
-
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "accel") -> None:
-        if backend not in _BACKENDS:
-            owner = type(self).__name__
-            raise InvalidArgument(f"{owner}: backend must be one of {', '.join(_BACKENDS)}. Found: {backend!r}.")
-        self._start()
-        # torch's own switches, so that a checkpoint is read by torch.optim; nothing here reads them.
-        super().__init__(params, {**defaults, "foreach": None, "fused": None, "differentiable": False})
-        if backend == "apex":
-            self._use_apex()
-
-    def _start(self) -> None:
-        self._updater = Updater(self.kind)
-        self._outcome = UpdateOutcome(None, None)
-        self._rounded = Rounded()
-        self._apex = None
-
-    def _use_apex(self) -> None:
-        self._apex = ApexStep(self)
-        self._step_supports_amp_scaling = False  # GradScaler unscales, and skips the step itself
-
-    # What torch.optim.Optimizer asks.
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The norm of all gradients of the last step."""
-        return self._outcome.norm
-
-    @property
-    def overflow(self) -> Tensor | None:
-        """Whether the last step was skipped."""
-        return self._outcome.overflow
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters.
 
@@ -149,15 +133,23 @@ class MultiTensorOptimizer(UpdatingOptimizer):
         param_group, tensors = checks.listed(param_group)
         first = next((p for group in self.param_groups for p in group["params"]), None)
         checks.parameters(type(self).__name__, tensors, None if first is None else first.device)
-        checks.options(type(self).__name__, {**self.defaults, **param_group})
+        self._check_options({**self.defaults, **param_group}, tensors)
         if any(p.is_cuda for p in tensors if isinstance(p, Tensor)):
             # torch's loop would wait for step counters on a device. On a CPU its fused kernels ignore strides.
             param_group = {**param_group, "fused": True}
         super().add_param_group(param_group)
 
+    def _check_options(self, group: dict[str, Any], params: list[Any]) -> None:
+        checks.options(type(self).__name__, group)
+
+    def _multi_tensor_groups(self) -> list[dict[str, Any]]:
+        """Return the groups that are updated here."""
+        return self.param_groups
+
     @torch._disable_dynamo  # type: ignore[attr-defined]  # addresses and step counters break its graphs, one by one
     def _update(self) -> None:
-        chosen = [list(group["params"]) for group in self.param_groups]
+        groups = self._multi_tensor_groups()
+        chosen = [list(group["params"]) for group in groups]
         grads = [list(map(_GRAD, params)) for params in chosen]
         for number, each in enumerate(grads):
             if any(map(_IS_NONE, each)):
@@ -165,10 +157,7 @@ class MultiTensorOptimizer(UpdatingOptimizer):
                 grads[number] = [g for g in each if g is not None]
         for each in grads:
             checks.gradients(type(self).__name__, each)
-        if self._apex is not None:
-            self._apex.step()
-            return
-        batches = [_batch(self, n, *own) for n, own in enumerate(zip(self.param_groups, chosen, grads, strict=True))]
+        batches = [_batch(self, n, *own) for n, own in enumerate(zip(groups, chosen, grads, strict=True))]
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         self._outcome = self._updater(batches, scaling)
         for number, batch in enumerate(batches):
@@ -180,10 +169,11 @@ class MultiTensorOptimizer(UpdatingOptimizer):
         That is learning rates and other numbers, and 16-bit weights that someone else wrote. A step that is not
         captured does so itself, and `accel.graphs.capture` before each replay. Tensors on the device need no refresh.
         """
-        params = [p for group in self.param_groups for p in group["params"]]
+        groups = self._multi_tensor_groups()
+        params = [p for group in groups for p in group["params"]]
         if params:
-            self._updater.send([numbers(group, self.switches) for group in self.param_groups], params[0])
-        for number, group in enumerate(self.param_groups):
+            self._updater.send([numbers(group, self.switches) for group in groups], params[0])
+        for number, group in enumerate(groups):
             updated = [p for p in group["params"] if "master" in self.state.get(p, {})]
             own = [self.state[p] for p in updated]
             self._rounded.remember(number, updated, _masters(self._rounded, number, group, updated, own))
@@ -194,7 +184,7 @@ class MultiTensorOptimizer(UpdatingOptimizer):
         Args:
             group: one of `param_groups`.
         """
-        if self._apex is not None or not any(map(runs_triton, group["params"])):
+        if not any(map(runs_triton, group["params"])):
             return None
         # Tensors are copied from where they lie.
         on_device = [number for number in numbers(group, self.switches) if isinstance(number, Tensor)]
@@ -204,20 +194,11 @@ class MultiTensorOptimizer(UpdatingOptimizer):
 
     # Checkpoints and copies.
 
-    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Return a state as it is to be loaded, None for as it is; raise InvalidArgument if it is of another one."""
         return checked(self, state_dict)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, as torch.optim does; float32 master weights of 16-bit parameters are in it."""
-        if self._apex is not None:
-            self._apex.write_steps()
-        return super().state_dict()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_uses_apex": self._apex is not None}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        uses_apex = state.pop("_uses_apex", False)
         if "_updater" not in self.__dict__:
             self._start()
         before = self.__dict__.get("param_groups", [])
@@ -232,10 +213,6 @@ class MultiTensorOptimizer(UpdatingOptimizer):
                     self.state[p] = taken_in(p, self.state[p], step)
         # Weights that have gone on since the loaded state was saved stay; its master weights follow them.
         self._rounded.clear()
-        if uses_apex:
-            self._use_apex()
-        elif self._apex is not None:
-            self._apex.read_steps()
 
 
 def numbers(group: dict[str, Any], switches: dict[str, str]) -> Hypers:
@@ -284,12 +261,12 @@ def _batch(
     # Looked up once: the hash of a tensor is a function in Python.
     own = [optimizer.state[p] for p in params] if names or counts or has_masters else []
     # First, while it can be seen which parameters were updated before anyone counted.
-    steps = _column(params, own, "step") if counts else []
+    steps = column_of(params, own, "step") if counts else []
     return Batch(
         numbers(group, optimizer.switches),
         params,
         grads,
-        [_column(params, own, name) for name in names],
+        [column_of(params, own, name) for name in names],
         _masters(optimizer._rounded, number, group, params, own),
         steps,
         nesterov=bool(group.get("nesterov")),
@@ -351,7 +328,7 @@ def _masters(
     return masters
 
 
-def _column(params: list[Tensor], own: list[dict[str, Any]], name: str) -> list[Tensor]:
+def column_of(params: list[Tensor], own: list[dict[str, Any]], name: str) -> list[Tensor]:
     """Return one state of all parameters, made where there is none yet."""
     try:
         return list(map(itemgetter(name), own))

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import zip_longest
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from accel.errors import InvalidArgument
-from accel.kernels.optimizers import Batch, Hypers, Updater, muon_update, work_dtype
+from accel.kernels.optimizers import muon_update
 from accel.optim import checks
-from accel.optim.base import UpdatingOptimizer
+from accel.optim.base import MultiTensorOptimizer, column_of
 
-_ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+_ADAMW: dict[str, Any] = {
+    **{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "nesterov": False, "maximize": False},
+    **{"decoupled_weight_decay": True, "max_grad_norm": None, "master_weights": False},
+}
 _OPTIONS = ("weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype")
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _NS_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
-class Muon(UpdatingOptimizer):
+class Muon(MultiTensorOptimizer):
     """Update matrices by Muon, as `torch.optim.Muon` does, all of one shape at once, and other parameters by AdamW.
 
         b ← μ b + (1 - μ) g        u = (1 - μ) g + μ b        w -= η λ w        w -= η s NS(u)
@@ -54,6 +56,10 @@ class Muon(UpdatingOptimizer):
     https://arxiv.org/abs/2502.16982.
     """
 
+    kind = "adam"
+    switches: ClassVar[dict[str, str]] = {"decoupled_weight_decay": "decoupled"}
+    _step_supports_amp_scaling = False  # GradScaler unscales, and skips the step itself
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -69,7 +75,6 @@ class Muon(UpdatingOptimizer):
         ns_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         values = (weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn, ns_dtype)
-        self._updater = Updater("adam")
         super().__init__(params, {"lr": lr, **dict(zip(_OPTIONS, values, strict=True)), "use_muon": True})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -81,63 +86,40 @@ class Muon(UpdatingOptimizer):
         Raises:
             InvalidArgument: if a parameter can't be updated here, or an option does not fit.
         """
-        param_group, tensors = checks.listed(param_group)
-        first = next((p for group in self.param_groups for p in group["params"]), None)
-        owner = type(self).__name__
-        checks.parameters(owner, tensors, None if first is None else first.device)
-        use_muon = param_group.get("use_muon", True)
-        param_group = {**({} if use_muon else _ADAMW), **param_group}
-        if not use_muon:
-            checks.options(owner, param_group)
-        else:
-            _check_options(owner, {**self.defaults, **param_group})
-            if others := [p for p in tensors if isinstance(p, Tensor) and p.dim() != 2]:
-                raise InvalidArgument(
-                    f"{owner}: parameters must be matrices. Found: {list(others[0].shape)}. Put it in a group with "
-                    "use_muon=False, which AdamW updates."
-                )
+        if not param_group.get("use_muon", True):
+            param_group = {**_ADAMW, **param_group}
         super().add_param_group(param_group)
+
+    def _check_options(self, group: dict[str, Any], params: list[Any]) -> None:
+        owner = type(self).__name__
+        if not group["use_muon"]:
+            checks.options(owner, group)
+            return
+        _check_options(owner, group)
+        if others := [p for p in params if isinstance(p, Tensor) and p.dim() != 2]:
+            raise InvalidArgument(
+                f"{owner}: parameters must be matrices. Found: {list(others[0].shape)}. Put it in a group with "
+                "use_muon=False, which AdamW updates."
+            )
+
+    def _multi_tensor_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if not group["use_muon"]]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # as in the other optimizers
     def _update(self) -> None:
-        chosen = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        grads = [[p.grad for p in params if p.grad is not None] for params in chosen]
-        for each in grads:
-            checks.gradients(type(self).__name__, each)
-        rest = []
-        for group, params, own in zip(self.param_groups, chosen, grads, strict=True):
-            if group["use_muon"]:
-                buffers = [self._kept(p, "momentum_buffer", g.dtype) for p, g in zip(params, own, strict=True)]
-                options = {name: group[name] for name in _OPTIONS}
-                muon_update(params, own, buffers, lr=group["lr"], **options)
-            else:
-                moments = [[self._kept(p, name) for p in params] for name in ("exp_avg", "exp_avg_sq")]
-                rest.append(Batch(_numbers(group), params, own, moments, (), [self._counter(p) for p in params]))
-        self._updater(rest)
-
-    def _kept(self, param: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        state, due = self.state[param], dtype or work_dtype(param.dtype)
-        if name not in state:
-            state[name] = torch.zeros_like(param, dtype=due)
-        elif state[name].dtype != due:  # torch rounds what it loads to the parameter's dtype
-            state[name] = state[name].to(due)
-        kept: Tensor = state[name]
-        return kept
-
-    def _counter(self, param: Tensor) -> Tensor:
-        state = self.state[param]
-        if "step" not in state:
-            state["step"] = torch.zeros((), device=param.device)
-        elif state["step"].device != param.device:
-            state["step"] = state["step"].to(param.device)
-        counter: Tensor = state["step"]
-        return counter
-
-    def refresh(self) -> None:
-        """Bring AdamW's numbers that changed on the host to the device, before the capture of a step."""
-        rest = [group for group in self.param_groups if not group["use_muon"] and group["params"]]
-        if rest:
-            self._updater.send(list(map(_numbers, rest)), rest[0]["params"][0])
+        groups = [group for group in self.param_groups if group["use_muon"]]
+        chosen = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        checks.gradients(
+            type(self).__name__, [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        )
+        super()._update()
+        for group, params in zip(groups, chosen, strict=True):
+            grads = [p.grad for p in params if p.grad is not None]
+            buffers = column_of(params, [self.state[p] for p in params], "momentum_buffer")
+            for i, (p, buffer, grad) in enumerate(zip(params, buffers, grads, strict=True)):
+                if buffer.dtype != grad.dtype:
+                    buffers[i] = self.state[p]["momentum_buffer"] = buffer.to(grad.dtype)
+            muon_update(params, grads, buffers, lr=group["lr"], **{name: group[name] for name in _OPTIONS})
 
     def frozen_options(self, group: dict[str, Any]) -> tuple[Any, ...] | None:
         """Return what a captured step of a group does not read from the device: None, for all options."""
@@ -152,19 +134,6 @@ class Muon(UpdatingOptimizer):
                     f"{type(self).__name__}: the state is of another optimizer, or of groups with another use_muon. "
                     f"Found: a group with {', '.join(sorted(set(saved) - {'params'}))}."
                 )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        before = self.__dict__.get("param_groups", [])
-        super().__setstate__(state)
-        self._updater = Updater("adam")
-        for group, own in zip_longest(self.param_groups, before[: len(self.param_groups)], fillvalue=self.defaults):
-            for name in ("use_muon", "ns_dtype"):  # torch has them not, and its state says nothing of them
-                group.setdefault(name, own.get(name, self.defaults[name]))
-
-
-def _numbers(group: dict[str, Any]) -> Hypers:
-    first, second = group["betas"]
-    return Hypers(group["lr"], first, second, group["eps"], group["weight_decay"], decoupled=1.0)
 
 
 def _check_options(owner: str, group: dict[str, Any]) -> None:
