@@ -40,7 +40,6 @@ _PATIENCE = 20.0
 """How many times as long as compiling the plain calls of another kind must have taken: the default budget's tenth, and
 the backward half of a graph, which is compiled later, takes about as long again as the measured half."""
 _MOST_RECENT = 256
-"""Shapes of blocks that are remembered: many more than one step has."""
 
 
 class CompiledCalls:
@@ -65,20 +64,15 @@ class CompiledCalls:
         self._model, self._groups, self._clock = model, groups, clock
         self._are_sharded = is_sharded(model)
         self.usual = usual
-        """Shapes of the tensors in the usual call; None if they vary."""
         self._compiler = compiler
         self._backend = self._counted  # kept, because torch tells backends apart by identity
         self._graphs = 0
         self.compilations = 0
-        """Calls in which something was compiled."""
         self.seconds = 0.0
-        """What those calls took."""
         self.stopped = ""
-        """Why nothing runs compiled any more; '' while it does."""
         self._kinds: set[Kind] = set()
         self._plain_s: dict[Kind, float] = {}
         self._is_compiled = self._has_gradients = False
-        """Of the last call."""
         self._recent: dict[Shapes, bool] = {}
         """Shapes that blocks were given in calls with gradients → whether they ran compiled.
 
@@ -293,7 +287,6 @@ def _with_own_code(function: Any) -> Any:
 
 
 _LEAST_SHARE = 0.5
-"""Share of the model's leaf modules that repeated blocks must hold: compiling less could gain little."""
 _SCALARS = (bool, int, float, str, type(None), torch.dtype)
 # Where a block stands in the model, which its forward hardly ever depends on. If it does, torch compiles once more.
 _INDEX = re.compile(r"idx|index|layer_(number|id)|block_id|depth")
@@ -371,7 +364,6 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _listed(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in lists, but for lists without a forward of their own and for single layers."""
     for module in model.modules():
         if _is_list(module):
             yield from (
@@ -382,7 +374,6 @@ def _listed(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _signature(block: nn.Module) -> Hashable | None:
-    """Return what two blocks must share to run the same graph; None if this one is left as it is."""
     return None if any(map(len, hooks_of(block))) or _has_own_forward(block) else _alike(block)
 
 
@@ -398,7 +389,6 @@ def _alike(block: nn.Module) -> Hashable:
 
 
 def _numbers(module: nn.Module) -> Hashable:
-    """Return the plain attributes that a forward may depend on."""
     plain = {
         name: value for name, value in vars(module).items() if not name.startswith("_") and not _INDEX.search(name)
     }

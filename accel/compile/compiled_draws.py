@@ -75,7 +75,6 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention as eager PyTorch computes it where there is dropout and no fused kernel."""
     if not 0 < dropout_p < 1 or query.device.type != "cpu":
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

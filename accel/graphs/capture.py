@@ -117,11 +117,9 @@ class _Key(NamedTuple):
     """What a graph is captured for: what decides how the code goes, and where it reads and writes."""
 
     kind: Hashable
-    """Arguments, numbers of optimizers, modes, code."""
     places: Hashable
     """Numbers of modules, and where tensors lie."""
     entries: tuple[int, ...]
-    """States of optimizers."""
 
 
 @dataclass(eq=False)
@@ -132,14 +130,12 @@ class _Captured:
     graph: CudaGraph
     inputs: list[Tensor]
     result: Hashable
-    """Description of what the step returns."""
     outputs: list[Tensor]
     gradients: list[tuple[Tensor, Tensor | None]]
     """Those that the step has made, each with its parameter."""
     begun_with: list[tuple[Tensor, Tensor | None]]
     """Gradients that the step adds to, or finds to be none."""
     entries: list[Any]
-    """States of optimizers that the graph writes to: they are kept, so that no other takes their identity."""
 
     def fits(self, key: _Key) -> bool:
         """Return whether it does what the step would do now."""
@@ -171,7 +167,6 @@ class CapturedStep(Captures):
         self._step, self._owners, self._fixed = step, owners, fixed
         self._warmup, self._most = warmup, most
         self._graphs: list[_Captured] = []
-        """The one that was replayed last comes last."""
         self._calls: Counter[Hashable] = Counter()
         """Arguments, modes and numbers → eager calls with such."""
         self._first: Hashable = None
@@ -219,7 +214,6 @@ class CapturedStep(Captures):
         return _Key(kind, form[2:], tuple(map(id, self._owners.entries())))
 
     def _elsewhere(self, device: torch.device, args: Any, kwargs: Any) -> Any:
-        """Run a step eagerly some of whose inputs are not on its device."""
         self._say(
             f"its inputs must be on {device}: a graph would go on with what the host has read of others; move them "
             "before the call"
@@ -245,7 +239,6 @@ class CapturedStep(Captures):
         return _detached(result)
 
     def _captured(self, recorder: CudaRecorder, description: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """Capture a graph for these inputs and replay it; run eagerly if that fails."""
         if any(tensor.requires_grad for tensor in inputs):
             raise InvalidType(
                 "capture: inputs must not require gradients, they are copied into a graph's own; detach them"
@@ -316,7 +309,6 @@ class CapturedStep(Captures):
 
 
 def _object_of(step: Callable[..., Any]) -> dict[str, Any]:
-    """Return the attributes of a method's object: a capture that fails leaves tensors there that were never written."""
     owner = getattr(step, "__self__", None)
     return {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
 
@@ -362,7 +354,6 @@ def found(function: Callable[..., Any]) -> tuple[list[nn.Module], list[Optimizer
 
 
 def _referred(function: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield what a function refers to; `seen` are those that were read before, as they may refer to each other."""
     if id(function) in seen:
         return
     seen.add(id(function))
@@ -404,7 +395,6 @@ def _of_object(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names in a code, and in those of comprehensions, lambdas and functions inside of it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

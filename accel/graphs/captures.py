@@ -16,7 +16,6 @@ from accel.profiler.interruptions import ours
 
 _T = TypeVar("_T")
 MOST_COUNTED = 1024
-"""Kinds of calls that are remembered without a graph."""
 _MOST_UNUSED = 4
 """Captures for the same arguments, none of which is replayed in a later call."""
 _DIFFERS = (
@@ -24,7 +23,6 @@ _DIFFERS = (
     "number of a module does: keep what each call changes in a buffer"
 )
 MANY = 64
-"""Kinds of calls without a capture, after which a warning says so."""
 MANY_KINDS = (
     f"{MANY} calls were of {MANY} kinds: inputs, where parameters and buffers lie, or numbers of modules or "
     "optimizers differ each time. What each call changes belongs into a buffer, and a learning rate into a tensor"
@@ -55,7 +53,6 @@ class Captures:
         self._what, self._strict, self._say_once = what, strict, say or warn
         self._unused: Counter[Hashable] = Counter()
         self._eager: set[Hashable] = set()
-        """What is not captured."""
 
     def _attempt(self, key: Hashable, lasting: Hashable, record: Callable[[], _T]) -> _T | None:
         """Record; None where that fails, from then on for the key alone, or for a lasting reason for all like it."""
@@ -85,7 +82,6 @@ class Captures:
         self._unused.pop(arguments, None)
 
     def _refuse(self, key: Hashable, reason: str, *, strict: bool = True) -> None:
-        """Run calls of a kind eagerly from now on, and say why."""
         self._say(reason, strict=strict)
         if len(self._eager) >= MOST_COUNTED:
             self._eager.clear()

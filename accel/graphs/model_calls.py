@@ -30,7 +30,6 @@ _AROUNDS = 2
 """Wrappings of the call whose graphs are kept: a trial of what lies between model and graphs has two in turns, with it
 and without. Each has a set of activations, and at another time only one is in use."""
 _Key = tuple[Hashable, ...]
-"""What a graph is for: what is around the model, arguments, state of the model, modes."""
 
 
 class EagerCalls:
@@ -127,7 +126,6 @@ class ModelCalls(Captures):
         self._hooks = hooks_of(model)
         self._most, self._recorder = most, recorder
         self.has_stopped = False
-        """All calls run eagerly from now on."""
         self._graphs: OrderedDict[_Key, ModelGraph] = OrderedDict()
         self.seen = EagerCalls(warmup)
 
@@ -210,7 +208,6 @@ class ModelCalls(Captures):
     def _watched(
         self, around: Hashable, kind: Hashable, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call eagerly, and note which outputs get a gradient."""
         result = call(*args, **kwargs)
         if kind in self._eager:
             return result
@@ -251,7 +248,6 @@ class ModelCalls(Captures):
             return ModelGraph(recorder, call, description, inputs, list(trained.values()), seen, modules)
 
     def _has_room(self) -> bool:
-        """Drop the graphs of a kind, if there are too many; of one whose backward pass may come they are kept."""
         if len(self._graphs) < self._most:
             return True
         oldest = next(([key] for key, graph in self._graphs.items() if not graph.is_awaited), [])

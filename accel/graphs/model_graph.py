@@ -323,7 +323,6 @@ class Leaves:
         return any(_lies(parameter) != _lies(self.of(parameter)) for _, _, parameter in self._slots)
 
     def _is_left(self) -> bool:
-        """Return whether a leaf stands in an attribute of a module, or in a list or dict there."""
         known = set(map(id, self._of.values()))
         values: list[Any] = [value for each in self._modules for value in vars(each).values()]
         for value in values:

@@ -248,7 +248,6 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _remedy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return why an operator waits and what to do; '' if it doesn't."""
     name, tags = func._schema.name.split("::")[1], func.tags
     if torch.Tag.data_dependent_output in tags:
         return _READS
@@ -265,7 +264,6 @@ def _remedy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def _crosses(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a copy is from the host to a device or back."""
     target = args[0].device if name == "copy_" else torch.device(kwargs.get("device") or args[0].device)
     source = args[1].device if name == "copy_" else args[0].device
     return bool((target.type == "cpu") != (source.type == "cpu"))

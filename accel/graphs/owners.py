@@ -41,7 +41,6 @@ class Owners:
         """Where a module has a plain value or a tensor of its own: a rate of dropout, a mask."""
         self._stepped: list[Tensor] = []
         self.every: list[nn.Module] = []
-        """The modules with all those inside of them."""
         self._inner: list[nn.Module] = []
         self._inner_contents: list[dict[str, Any]] = []
         self.refresh()
@@ -77,7 +76,6 @@ class Owners:
         return tuple(map(_TRAINING, self.every)), self._code(), self._values(), places
 
     def _values(self) -> Hashable:
-        """Return the values and tensors of modules, and how much each module holds: a value may have come."""
         values: list[Any] = list(starmap(dict.get, self._settings))
         kinds = tuple(map(type, values))  # 1 and 1.0 are equal, and not the same factor
         if not PLAIN.issuperset(kinds):

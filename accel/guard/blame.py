@@ -34,7 +34,6 @@ class KeptCall(Recording):
     """One call under strategies, by reference."""
 
     note: Callable[[Tensor], None] = _let_pass
-    """Is given each gradient that arrives, in the backward pass."""
 
     def _arrive(self, number: int, gradient: Tensor) -> None:
         self.note(gradient)
@@ -64,7 +63,6 @@ class Blame:
     def __init__(self, note: Callable[[Tensor], None] = _let_pass) -> None:
         self._note = note
         self.calls: list[KeptCall] = []
-        """The calls that are kept now."""
         self._too_many = self._gradients_checked = False
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeptCall:

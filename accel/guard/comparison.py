@@ -30,13 +30,11 @@ from accel.profiler.trees import leaves
 from accel.run.layouts import is_kept
 
 _REDUCED_EPS = 2.0**-8
-"""bfloat16, the coarsest format a `reduced` strategy may use."""
 _HALF_EPS = torch.finfo(torch.float16).eps
 _WRITES = (
     "the model writes to its arguments, which can't be compared; let it write to tensors and containers of its own"
 )
 _PIECE = 2**22
-"""Elements that are compared at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +66,13 @@ class Comparison:
 
     problem: str = ""
     output_error: float = 0.0
-    """Relative RMS difference of the outputs."""
     gradient_error: float = 0.0
-    """Relative difference of all gradients together."""
     tolerance: float = 0.0
     unsure: str = ""
     """Why nothing could be compared; '' if something was."""
     other_draws: bool = False
     """It draws other random numbers than the plain path, of the same distributions: as with another seed."""
     seconds: float = field(default=0.0, compare=False)
-    """What the comparison took, in the last step in which it was made; 0 if that isn't known."""
     replays_s: tuple[float, float] = field(default=(0.0, 0.0), compare=False)
     """What the plain call took, and that under the plan, when they were replayed last; 0 if they weren't."""
 
@@ -110,15 +105,11 @@ class Replayed:
     other_draws: bool = False
     """Some draws were made in canonical order, and come out otherwise in a real step."""
     writes: bool = False
-    """The call has written to its arguments."""
     is_cut_off: bool = False
     """Gradients arrived in the step, and in the replay none of them reached a parameter or an input."""
     attributes: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Tensors in attributes of the modules after the call."""
     coarsest: torch.dtype = FINEST
-    """The coarsest format that the plain call computes in."""
     stopped: str = ""
-    """Why a strategy has stopped acting in it; '' if none has."""
 
 
 def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Comparison:
@@ -148,7 +139,6 @@ def compare(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Compa
 
 
 def _compared_tensors(plain: Replayed, candidate: Replayed, exactness: Exactness) -> Iterator[Comparison]:
-    """Yield comparisons of the outputs, and of what a call has left in attributes of modules."""
     for expected, actual in zip(plain.outputs, candidate.outputs, strict=True):
         yield _compare_tensors(expected, actual, exactness, plain.coarsest)
     for name, kept in plain.attributes.items():

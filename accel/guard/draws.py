@@ -66,7 +66,6 @@ class _AttentionDropout(NamedTuple):
     """Where a fused attention has its dropout."""
 
     place: int
-    """Among its arguments."""
     is_backward: bool
 
     def taken_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -78,7 +77,6 @@ class _AttentionDropout(NamedTuple):
 
 @functools.cache
 def _dropout_of_attention(func: Any) -> _AttentionDropout | None:
-    """Return where an operator has the dropout of a fused attention; None if it has none."""
     arguments, returns = func._schema.arguments, func._schema.returns
     names = [argument.name for argument in arguments]
     if _DROPOUT not in names or not any("Tensor" in str(each.type) for each in returns):  # as the choice of a kernel

@@ -17,9 +17,7 @@ _COMPILERS = ("_dynamo", "_inductor", "_functorch", "fx")
 _INTO_THE_MODEL = ("nn.modules.module", "_library.custom_ops")
 """Modules of torch that call what is written for the model."""
 _CHECKS = ("torch.testing", "torch._assert")
-"""What a loop calls to raise by."""
 _OF_PYTHON = ("unsupported operand type", "object is not", "object does not")
-"""In what Python says where it knows no such operands."""
 _OF_OPERATORS = (RuntimeError, TypeError, AssertionError, MemoryError)
 """What operators and modules raise for other dtypes, strides and room than they can do with."""
 

@@ -89,13 +89,10 @@ class Recording:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     before: ModelSnapshot
-    """The state that the call has found."""
     autocast: tuple[bool, torch.dtype]
     device: str
     arrived: dict[int, Tensor] = field(default_factory=dict)
-    """Output number → gradient that arrived at it."""
     hooks: list[RemovableHandle] = field(default_factory=list)
-    """What `listen` has put on the outputs."""
     flags: CallFlags | None = None
     """Which modules trained and which parameters got gradients; None for those of now."""
     rounding: Rounding | None = None
@@ -202,7 +199,6 @@ def replay(
 
 
 def _differentiated(model: nn.Module, given: list[Any]) -> list[tuple[str, Tensor]]:
-    """Return the trained parameters and the arguments that get gradients, with names for them."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not is_lazy(p)]
     inputs = enumerate(tensor for tensor in given if isinstance(tensor, Tensor))
     return [*trained, *((f"input {number}", tensor) for number, tensor in inputs if tensor.requires_grad)]
@@ -225,7 +221,6 @@ def called(
 
 
 def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return the tensors that modules keep in plain attributes, also in lists, tuples and dicts, by where they are."""
     by_place = {}
     for path, module in model.named_modules():
         for name, value in plain_attributes(module).items():
@@ -241,7 +236,6 @@ def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
 def _sent_back(
     model: nn.Module, recording: Recording, outputs: list[Tensor], inputs: list[Tensor]
 ) -> list[Tensor | None]:
-    """Return the gradients of `inputs`, from those that arrived at the outputs."""
     differentiable = [(i, t) for i, t in enumerate(outputs) if t.requires_grad]
     backward_roots = [(i, t) for i, t in differentiable if i in recording.arrived] or differentiable
     if not backward_roots or not inputs:

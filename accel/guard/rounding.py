@@ -23,7 +23,6 @@ MOST_REORDERED = 0.4
 BatchNorm in bfloat16 gave 0.37; a backward pass with other masks of dropout (p = 0.1) than the forward pass, 0.45."""
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _TF32 = torch.float16
-"""It has TF32's mantissa."""
 _USE_TF32 = ("Convolution", "Rnn")
 """In the names of autograd's nodes."""
 
@@ -45,7 +44,6 @@ class Rounding:
     coarsest: torch.dtype
     """The coarsest format of 16 bits in it, or else `FINEST`."""
     convolves: bool
-    """It has convolutions or recurrent layers, which use TF32 on a GPU by default."""
 
     def now(self, device: str) -> torch.dtype:
         """Return the coarsest format of such a call made now, on a device of this type: TF32 is switched elsewhere."""

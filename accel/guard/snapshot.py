@@ -42,7 +42,6 @@ FEW_ENTRIES = 1000
 _SMALL = 1_000_000
 """Elements of a tensor that is copied before each call under strategies."""
 _OF_TENSORS = ("_buffers", "_parameters")
-"""Dicts of a module in which its tensors stand."""
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (Tensor, nn.Parameter)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -50,7 +49,6 @@ _WITHOUT_STATE = {"cpu", "meta"}
 """The CPU's generator is among the host's; a meta tensor draws nothing."""
 
 Contents = list[tuple[Any, list[Any]]]
-"""Containers with the entries that they had."""
 
 
 class Source(NamedTuple):
@@ -286,7 +284,6 @@ def _reaches(value: Any, containers: set[int]) -> bool:
 
 
 def _entries(container: Any) -> list[Any]:
-    """Return the entries of a container; of a dict, keys and values in turns."""
     return list(itertools.chain.from_iterable(container.items())) if isinstance(container, dict) else list(container)
 
 
@@ -315,7 +312,6 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _is_other(tensor: Tensor, value: Tensor) -> bool:
-    """Return whether a tensor may hold something else than it did."""
     if shape_of(tensor) != shape_of(value) or not has_plain_memory(tensor):
         return True
     try:
@@ -416,7 +412,6 @@ def sums_of_bits(parameters: list[nn.Parameter]) -> list[int]:
 
 
 def _sum_of_bits(parameter: Tensor) -> Tensor:
-    """Return the sum of a parameter's elements, taken as integers; 0 of one whose memory is not plain."""
     if not has_plain_memory(parameter):
         return torch.zeros((), dtype=torch.int64)
     data = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()

@@ -92,7 +92,6 @@ class Watch:
         self._is_within = False
         """A call is being made: those within it are a recursion's, and the outermost is checked."""
         self._is_repeating = False
-        """It is being made along the plain path."""
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call through the strategies and check its outputs.
@@ -250,7 +249,6 @@ class _Before:
 
 @contextlib.contextmanager
 def _noting(modules: list[nn.Module], called: list[nn.Module]) -> Iterator[None]:
-    """Put those of the modules that are called in the block into `called`."""
     hooks = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in modules]
     try:
         yield
@@ -270,7 +268,6 @@ _LATE = 8
 """Calls until a value computed on a GPU is read, at the earliest."""
 
 _SAMPLE = 2**20
-"""Elements of an output on a device that are looked at."""
 
 
 class OutputSizes:
@@ -320,7 +317,6 @@ class OutputSizes:
         self._learn_sizes()
 
     def _learn_sizes(self) -> None:
-        """Learn the sizes of plain outputs that have arrived."""
         self._plain_max = max([self._plain_max, *filter(math.isfinite, self._learnt.due())])
 
 
@@ -339,7 +335,6 @@ class LateValues:
     def __init__(self, calls: int, most: int = 64) -> None:
         self._calls, self._most = calls, most
         self._under_way: deque[tuple[Tensor, Any]] = deque()
-        """Each with the event that tells when it is there; None for one of the host."""
 
     def note(self, value: Tensor) -> None:
         """Add the value of the present call."""
@@ -411,7 +406,6 @@ def _total(norms: list[Tensor]) -> Tensor:
 
 
 def _size(outputs: Any) -> float | None:
-    """Return the norm of all outputs together, or None if it is not finite."""
     norm = _norm(outputs)
     if norm is None:
         return 0.0

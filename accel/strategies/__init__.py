@@ -77,5 +77,4 @@ def check_names(argument: str, given: Iterable[str]) -> frozenset[str]:
 
 
 def _nearest(name: str) -> list[str]:
-    """Return the registered name that is most like another one; nothing if none is."""
     return difflib.get_close_matches(name, names(), n=1, cutoff=0.3)

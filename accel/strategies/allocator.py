@@ -101,7 +101,6 @@ _thresholds: list[tuple[int, int]] = []
 
 
 def _keep_freed(keep: bool) -> None:
-    """Put the thresholds out of the way, or back."""
     if keep:
         if not _thresholds:
             threshold = mmap_threshold()
@@ -152,7 +151,6 @@ class Allocator(ProcessSwitch):
 
 SAVES_NONE = "it saves no page faults as things are, so that what it gives can't be seen; left off"
 _LOOK = 12
-"""Plain steps that show whether there are page faults worth saving."""
 _BLOCKS, _BLOCK_S = 10, 0.3
 """Blocks before, and after, the switch. Each of them lasts at least so long: fast steps are disturbed for many at a
 time."""

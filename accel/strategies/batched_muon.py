@@ -29,7 +29,6 @@ class _Batched(tuple[float, ...]):
 
 
 def _update(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], **options: Any) -> None:
-    """Stand in for torch's function of this signature."""
     if type(options[_COEFFICIENTS]) is not _Batched:
         _torchs[0](params, grads, buffers, **options)
         return
@@ -113,7 +112,6 @@ class BatchedMuon(Strategy):
 
 
 def _unfit(group: dict[str, Any]) -> str:
-    """Say why a group can't be updated in batches, '' if it can."""
     if any(type(p) not in _PLAIN for p in group["params"]):
         return "a parameter is sharded or of a class of its own"
     if not group["nesterov"] and any(p.dtype == torch.bfloat16 for p in group["params"]):

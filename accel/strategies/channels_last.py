@@ -88,7 +88,6 @@ class ChannelsLast(Strategy):
                 self._stopped = _NESTED
                 return call(*args, **kwargs)
             pairs: dict[int, tuple[Tensor, Tensor]] = {}
-            """The loop's tensors and what the call gets for them, by the former's id."""
 
             def laid_out(value: Any) -> Any:
                 other = _to_last(value) if isinstance(value, Tensor) and id(value) not in pairs else value
@@ -135,7 +134,6 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _is_in_order(module: nn.Module) -> bool:
-    """Return whether a module is a convolution whose weights are in this order, and in no other at once."""
     # Not by the attribute: a parametrised one is computed at each access.
     weight = module._parameters.get("weight") if isinstance(module, _CONVOLUTIONS) else None
     if weight is None or is_lazy(weight) or weight.dim() != 4 or weight.is_contiguous():
@@ -148,7 +146,6 @@ def _has_users_hooks(model: nn.Module) -> bool:
 
 
 def _home(hook: Any) -> str:
-    """Return the module that a hook comes from."""
     function = hook.func if isinstance(hook, partial) else hook
     return f"{getattr(function, '__module__', None) or ''}."
 

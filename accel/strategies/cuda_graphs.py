@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -96,7 +95,11 @@ class CudaGraphs(Strategy):
         calls = self._calls_of(run)
         if calls.why_eager:
             raise NothingHelps(calls.why_eager[0])
-        if run.cuda and not calls.has_graphs and (why := why_no_room(memory_of(run.device), self._measure_step(run))):
+        if (
+            run.cuda
+            and not calls.has_graphs
+            and (why := why_no_room(memory_of(run.device).available, self._measure_step(run)))
+        ):
             raise NothingHelps(why)
         calls.may_capture = True
         self._wrap(run)
@@ -130,7 +133,6 @@ class CudaGraphs(Strategy):
         return self._step[1]
 
     def _are_in_the_way(self, run: Run) -> bool:
-        """Return whether an eager step may not have room beside the graphs."""
         if not run.cuda or self._step is None or self._calls is None or not self._calls.has_graphs:
             return False
         return memory_of(run.device).available < self._step[1]
@@ -165,43 +167,29 @@ class CudaGraphs(Strategy):
         run.gate.add(self.name, wrap, make_room=partial(calls.drop_graphs, awaited=False))
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
+class DeviceMemory(NamedTuple):
     """Memory of a device, bytes."""
 
-    free: int
-    """What no process has."""
-    reserved: int
-    """What the caching allocator of this process has."""
-    allocated: int
-    """What tensors have of that."""
-    peak: int
-    """The most that tensors have had since the process began, or since the user has reset it."""
-
-    @property
-    def available(self) -> int:
-        """What tensors can still get."""
-        return self.free + self.reserved - self.allocated
-
-    @property
-    def of_a_step(self) -> int:
-        """At a step boundary: what a step needs at most above what is always there."""
-        return max(0, self.peak - self.allocated)
+    available: int
+    """What tensors can still get, with what the caching allocator holds unused."""
+    of_a_step: int
+    """At a step boundary: what a step needs at most above what is always there."""
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
     """Return what a CUDA device has now; the user's peak statistics are read, and not reset."""
     free, _ = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
     peak = torch.cuda.memory_stats(device).get("allocated_bytes.all.peak", 0)
-    return DeviceMemory(free, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device), peak)
+    return DeviceMemory(free + torch.cuda.memory_reserved(device) - allocated, max(0, peak - allocated))
 
 
-def why_no_room(memory: DeviceMemory, step: int) -> str:
+def why_no_room(available: int, step: int) -> str:
     """Say why graphs of a step that needs so many bytes should not be captured; '' if there is room for them."""
     needed = _SETS * step
-    if memory.available >= needed:
+    if available >= needed:
         return ""
     return (
         "there is no room for graphs beside a step of the loop's own: both need up to "
-        f"{needed / _GIB:.1f} GiB, and {memory.available / _GIB:.1f} GiB are left"
+        f"{needed / _GIB:.1f} GiB, and {available / _GIB:.1f} GiB are left"
     )

@@ -25,7 +25,6 @@ from accel.strategies.trial_design import TrialDesign
 _COMPARED_EVERY = 512
 """One draw in so many is made by torch as well, and compared."""
 _COMPILING_S = 0.3
-"""The C compiler's 0.2 s, and the comparison."""
 
 
 class _Kernel:
@@ -33,7 +32,6 @@ class _Kernel:
 
     def __init__(self) -> None:
         self.wrong = ""
-        """What was wrong with a draw that was compared."""
         self._library: Any = None
         self._count = itertools.count(1)
 

@@ -79,7 +79,6 @@ class OtherProcesses:
         self.are_here = False
         self.news: HostLoad | None = None
         self._shared, self._quiet = 0, 0
-        """Looks in a row that showed them there, and gone."""
         self._needed, self._quiet_needed = 1, 1
         self._is_answered = False
 

@@ -42,7 +42,6 @@ class ProcessSetting(Generic[T]):
         self._before: list[T] = []
         """What was set before the first user; empty while there is none."""
         self._written: list[T] = []
-        """What was set last for a user."""
         self._lock = threading.Lock()
 
     def use(self, user: object, value: T) -> None:
@@ -77,7 +76,6 @@ class ProcessSetting(Generic[T]):
         self._written = [self._read()]
 
     def _is_ours(self) -> bool:
-        """Return whether it is as it was last set for a user."""
         return self._written == [self._read()]
 
     def displaced(self) -> T:
@@ -98,7 +96,6 @@ class ProcessSwitch(Strategy):
     """A strategy that switches one setting of the whole process on."""
 
     switch: ClassVar[ProcessSetting[bool]]
-    """The setting, True while it is on."""
 
     def enable(self, run: Run, setting: Any) -> None:
         """Switch it on."""

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _EPOCHS, _NOTED_S = 2, 15e-6
 """Seconds of noting a sample of 3 kB in each of two epochs: 8 to 23 µs in the first, up to 13 in the second."""
 _UNKNOWN_S = 0.1
-"""Of a dataset that has no length."""
 
 
 class KeepSamples(Strategy):
@@ -66,7 +65,6 @@ class KeepSamples(Strategy):
         )
 
     def _noting_s(self, run: Run) -> float:
-        """Return what noting the samples of two epochs will take; 0 once that is under way."""
         if self._kept is not None and self._kept.loader is run.loader:
             return 0.0
         try:

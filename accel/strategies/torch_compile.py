@@ -56,7 +56,6 @@ class TorchCompile(Strategy):
         self._groups: list[list[torch.nn.Module]] | None = None
         self._helper: CompileAhead | None = None
         self._helper_compiles = ""
-        """The setting that the helper process compiles."""
         self._helped: dict[str, str] = {}
         """Setting → why the helper process gave no result, '' if it has compiled."""
         self._tried: set[str] = set()
@@ -187,7 +186,6 @@ class TorchCompile(Strategy):
         return CompiledCalls(run.inner, groups, usual=run.observed.usual_shapes, compiler=compile_with_plain_draws)
 
     def _wrap_calls(self, run: Run) -> None:
-        """Wrap the model's calls as far as something is to be done in them."""
         helper, setting, usual = self._helper, self._helper_compiles, run.observed.usual_shapes
         active = self._calls[self._active] if self._active else None
         if active is None and helper is None:
@@ -234,7 +232,6 @@ class TorchCompile(Strategy):
 
 
 def _no_room(run: Run) -> str:
-    """Return why no helper process may compile beside this run; '' if one may."""
     if _idle_cores(run) < 1:
         return "the loop uses all cores"
     if is_sharded(run.model):
@@ -247,7 +244,6 @@ def _no_room(run: Run) -> str:
 
 
 def _not_in_parallel(run: Run) -> str:
-    """Say why the model can't be compiled inside DistributedDataParallel, or beside one that is a part of it."""
     if any(isinstance(module, DistributedDataParallel) for module in run.inner.modules()):
         return "a part of the model is in DistributedDataParallel; pass that one"
     if is_sharded(run.model):
@@ -259,7 +255,6 @@ def _not_in_parallel(run: Run) -> str:
 
 
 def _idle_cores(run: Run) -> int:
-    """Return how many cores are left by torch's threads and the loader's workers of all ranks on this machine."""
     return run.cores - run.ranks_here * (torch.get_num_threads() + (getattr(run.loader, "num_workers", 0) or 0))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel.profiler.trial import TrialConfig, Verdict
 from accel.profiler.trial_driver import Comparing, Reduce, by_blocks, by_epochs
@@ -13,8 +13,8 @@ from accel.profiler.trial_driver import Comparing, Reduce, by_blocks, by_epochs
 if TYPE_CHECKING:
     from accel.guard.guard import Comparison as Finding
     from accel.guard.guard import Recording, Replayed
-    from accel.run.host_load import HostLoad
     from accel.strategies.base import Exactness
+    from accel.strategies.intraop_threads import OtherProcesses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,6 @@ class Terms:
     """What the search asks of a trial."""
 
     config: TrialConfig
-    """The statistics."""
     settle: int
     """Steps to leave out after each switch."""
     reduce: Reduce
@@ -32,30 +31,6 @@ class Terms:
     if_much_slower: Verdict | None = None
     """The verdict where the first steps are much slower; None tries it to the end."""
     limit_s: Callable[[], float] = lambda: math.inf
-    """What the trial may cost."""
-
-
-class HostWatch(Protocol):
-    """A strategy's own watch of the host: when it is to be tried out of its turn, and when to try without it."""
-
-    is_used: bool
-    """Set by the search: the strategy is tried or kept for what the watch has seen."""
-    are_here: bool
-    """The other processes are, by the last look."""
-    news: HostLoad | None
-    """The look that showed a change which has not been acted on: they have come, or they have left (`is_quiet`)."""
-
-    def see(self, load: HostLoad | None) -> None:
-        """Take in a look at the host, None if there was none."""
-
-    def not_kept(self) -> None:
-        """The strategy was not kept beside them, or is no longer: believe the next ones later."""
-
-    def left_open(self) -> None:
-        """Noise has left open whether the plan is faster without the strategy: believe a quiet host later."""
-
-    def begin_again(self) -> None:
-        """The search begins again."""
 
 
 Replay = Callable[["Recording"], "Replayed"]
@@ -89,12 +64,9 @@ class TrialDesign:
     is_made_for_calls: bool = False
     """What its one-off work has made is for calls as they are: it is made once more for another batch shape, and if
     anything else that changes the model's calls is switched."""
-    watch: HostWatch | None = None
-    """Its own watch of the host."""
+    watch: OtherProcesses | None = None
     further_check: FurtherCheck | None = None
-    """Compares what the guard can't see."""
     note: str = ""
-    """What the report adds to why it was kept."""
 
     order: ClassVar[int] = 0
     """Its place among all others: before them (-1) where their trials would spoil its own, after them (1)."""

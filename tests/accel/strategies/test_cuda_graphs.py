@@ -141,8 +141,8 @@ def test_what_can_not_be_captured_is_said(calls: list[ModelCalls], kind: str) ->
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Of a stand-in for a CUDA device: a step needs 4 bytes above the 2 that are always allocated."""
-    numbers = {"free": 4, "reserved": 6, "allocated": 2, "peak": 6}
+    """Of a stand-in for a CUDA device: a step needs 4 bytes above what is always allocated."""
+    numbers = {"available": 8, "of_a_step": 4}
     monkeypatch.setattr(Run, "cuda", True)
     monkeypatch.setattr(cuda_graphs, "memory_of", lambda device: DeviceMemory(**numbers))
     return numbers
@@ -151,11 +151,11 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def test_without_room_for_graphs_none_are_captured(calls: list[ModelCalls], memory: dict[str, int]) -> None:
     run, strategy = run_of(nn.Linear(6, 2)), CudaGraphs()
     watched(run, strategy)
-    memory["free"] = 3
+    memory["available"] = 7
     with pytest.raises(NothingHelps, match="there is no room for graphs beside a step of the loop's own"):
         strategy.enable(run, None)
     assert not run.gate.wrapped
-    memory["free"] = 4
+    memory["available"] = 8
     strategy.enable(run, None)
     train(run.model, torch.randn(4, 6))
     assert calls[0].captures == 1
@@ -164,7 +164,7 @@ def test_without_room_for_graphs_none_are_captured(calls: list[ModelCalls], memo
 def test_copies_of_the_guards_are_no_part_of_what_stays(calls: list[ModelCalls], memory: dict[str, int]) -> None:
     run, strategy = run_of(nn.Linear(6, 2)), CudaGraphs()
     watched(run, strategy)
-    memory.update(allocated=4)  # 2 of a copy: a step does not need less for that, and 6 are available
+    memory.update(available=6, of_a_step=2)  # 2 of a copy: a step does not need less for that
     with pytest.raises(NothingHelps, match="no room"):
         strategy.enable(run, None)
 
@@ -181,10 +181,10 @@ def test_graphs_outlast_the_blocks_of_a_trial_where_there_is_room(
             strategy.disable(run)
         train(run.model, torch.randn(4, 6))
         if calls[0].captures:  # the graphs' own 4; an eager step has 4 beside them
-            memory.update(allocated=6, peak=10, free=0, reserved=10)
+            memory.update(available=4)
     assert (calls[0].captures, calls[0].has_graphs) == (1, True)
     strategy.enable(run, None)
-    memory.update(reserved=9)
+    memory.update(available=3)
     strategy.disable(run)
     assert not calls[0].has_graphs
 
