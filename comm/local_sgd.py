@@ -202,11 +202,7 @@ class LocalSGD:
         return {name: tensor for name, tensor in named if name not in self._ignored}
 
     def _named(self, masters: Mapping[Tensor, Tensor]) -> Named:
-        """Return what is averaged, in the order of the model; raise InvalidArgument if something can't be.
-
-        Args:
-            masters: tensors that are averaged in place of parameters.
-        """
+        """Return what is averaged, in the order of the model; raise InvalidArgument if something can't be."""
         owned = self._owned()
         named: list[tuple[str, Tensor]] = []
         for name, parameter in self._not_ignored(self._ddp.module.named_parameters()).items():

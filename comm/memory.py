@@ -199,11 +199,7 @@ def _copies(own: _Own, shared: _Shared) -> tuple[_Own, _Shared]:
 
 
 class LossScale:
-    """The loss scale that residuals are stored at.
-
-    Args:
-        scaler: a GradScaler, or None where gradients have no scale.
-    """
+    """The loss scale that residuals are stored at."""
 
     def __init__(self, scaler: Any) -> None:
         self._check(scaler)

@@ -265,12 +265,7 @@ def _agree(plan: FactorPlan, piece: Piece, channel: Channel) -> None:
 
 
 def _bounded(factors: Sequence[tuple[Tensor, Tensor]], plain: Tensor) -> bool:
-    """Return whether the products are sure to be finite, judged by the factors alone.
-
-    Args:
-        factors: pairs (matrices, rank, m) and (matrices, rank, n).
-        plain: what is sent as it is.
-    """
+    """Return whether the products are sure to be finite, judged by the factors alone."""
     bounds = [(p.abs().amax((1, 2)) * q.abs().amax((1, 2)) * p.shape[1]).sum() for p, q in factors]
     if plain.numel():
         bounds.append(plain.abs().amax())
@@ -414,12 +409,7 @@ class FactorPlan(NamedTuple):
 
 
 def make_plan(piece: Piece, rank_of: Callable[[torch.Size], int]) -> FactorPlan:
-    """Return the plan of a piece.
-
-    Args:
-        piece: holds parameters as a whole.
-        rank_of: rank by shape of the parameter, 0 for what is sent as it is; no more than the smaller side.
-    """
+    """Return the plan of a piece."""
     groups: dict[tuple[int, int, int], MatrixGroup] = {}
     plain: list[tuple[int, int]] = []
     for extent, (_, tensor) in zip(piece.layout.extents(piece.low, piece.high), piece.tensors(), strict=True):

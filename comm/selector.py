@@ -172,13 +172,7 @@ _BLOCK_S, _MOST_STEPS = 0.4, 20
 def search(
     choice: Choice, check: int, run: Callable[[Option, Block], Generator[None, None, Steps]]
 ) -> Generator[None, None, Option]:
-    """Return the best of what was tried, and leave in `choice` what was measured; at each `yield` a step is taken.
-
-    Args:
-        choice: what the first steps have shown.
-        check: steps that a scheme is tried for at least.
-        run: runs a block of steps by an option.
-    """
+    """Return the best of what was tried, and leave in `choice` what was measured; at each `yield` a step is taken."""
     best: Option = None
     for scheme in choice.candidates[:_TRIALS]:
         best_s = choice.step_s(best)

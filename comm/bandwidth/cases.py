@@ -284,11 +284,7 @@ class LinkClass:
 
 
 def links_of(nodes: Sequence[tuple[int, ...]]) -> list[LinkClass]:
-    """List the link classes that differ: `intra` alone, `inter` alone, or all three.
-
-    Args:
-        nodes: ranks of each node.
-    """
+    """List the link classes that differ: `intra` alone, `inter` alone, or all three."""
     total = sum(map(len, nodes))
     if len(nodes) == 1:
         return [LinkClass("intra", tuple(nodes))]

@@ -241,11 +241,7 @@ def acs(host: Host) -> Iterator[Hit]:
 
 
 def acs_bits(config: bytes) -> list[str]:
-    """Return the redirecting bits that are set in a bridge's ACS control register.
-
-    Args:
-        config: PCI configuration space; extended capabilities begin at 0x100.
-    """
+    """Return the redirecting bits that are set in a bridge's ACS control register."""
     place, seen = 0x100, set()
     while place and place + 8 <= len(config) and place not in seen:
         seen.add(place)

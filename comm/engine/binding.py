@@ -71,11 +71,6 @@ class Binding:
         }
         self._layouts: dict[tuple[int, ...], Layout] = {}
 
-    @property
-    def layouts(self) -> list[Layout]:
-        """Return the layouts of all buckets seen so far."""
-        return list(self._layouts.values())
-
     def check_mean(self) -> None:
         """Raise InvalidArgument if gradients are to be divided by another number than that of all ranks."""
         ddp = self.ddp()

@@ -245,14 +245,6 @@ def _unbound(kind: str) -> InvalidArgument:
 class Route:
     """Averages the buckets that go by one scheme; every rank makes one.
 
-    Args:
-        number: of the routes of this binding, the same on every rank.
-        settings: of the scheme.
-        arrangement: which ranks sum with which.
-        binding: model and ranks.
-        memory: of the engine.
-        timeout: for each collective.
-
     Raises:
         InvalidArgument: if settings differ between ranks.
         CommError: if a rank does not come in time.

@@ -79,11 +79,6 @@ class Pipeline:
     """Threads that carry out jobs, or none on a GPU, where `submit` issues them.
 
     The threads hold on to it, and so may callbacks of torch: its owner calls `close` when it is dropped itself.
-
-    Args:
-        stages: in order, each with a channel of its own.
-        failure: where the ranks meet when a stage fails.
-        device: of the buckets.
     """
 
     def __init__(self, stages: Sequence[PipelineStage], failure: Rendezvous, device: torch.device) -> None:

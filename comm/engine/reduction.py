@@ -50,14 +50,7 @@ def arranged(topology: Topology, rank: int, hierarchical: bool) -> Arrangement:
 
 
 class Reduction:
-    """The stages around a compressor.
-
-    Args:
-        compressor: what is sent between ranks, or between hosts.
-        fields: own fields of the memory that it uses.
-        memory: this rank's.
-        world_size: number of ranks, by which gradients are divided before anything is summed.
-    """
+    """The stages around a compressor."""
 
     def __init__(self, compressor: Compressor, fields: tuple[str, ...], memory: Memory, world_size: int) -> None:
         self._compressor, self._fields, self._memory, self._world_size = compressor, fields, memory, world_size
@@ -127,14 +120,7 @@ def pipeline_stages(
     memory: Memory,
     channel: Callable[[str, tuple[int, ...]], Channel],
 ) -> list[PipelineStage]:
-    """Return the stages of a scheme.
-
-    Args:
-        settings: of the scheme.
-        arrangement: which ranks sum with which.
-        memory: this rank's.
-        channel: makes a channel, from a name and its ranks.
-    """
+    """Return the stages of a scheme."""
     hierarchical, within, across, ranks = arrangement
     reduction = Reduction(settings.compressor, settings.fields, memory, ranks)
     stages: list[PipelineStage] = []

@@ -74,12 +74,7 @@ class WeightMean(CommState):
 
     @torch.no_grad()
     def average(self, named: Named, step: int) -> None:
-        """Replace tensors by their means, summed in float32 at least.
-
-        Args:
-            named: floating-point tensors of one device, by names; the same on every rank.
-            step: for messages.
-        """
+        """Replace tensors by their means, summed in float32 at least."""
         route = self.route()
         under_way: deque[tuple[_Bucket, BucketJob]] = deque()
         for bucket in _buckets(named):
@@ -145,12 +140,6 @@ def same_state(
     average: Callable[[Named], None],
 ) -> None:
     """Give all ranks one optimizer state; every rank calls it.
-
-    Args:
-        optimizer: whose state it is.
-        parameters: by name, in the same order on all ranks.
-        objects: exchanged between the ranks.
-        average: replaces tensors by their means over the ranks.
 
     Raises:
         InvalidArgument: if ranks have a state of different parameters, fields, shapes or dtypes.

@@ -58,12 +58,7 @@ def findings(reports: Sequence[RankReport | None]) -> Findings:
 
 
 def explained(rendezvous: Rendezvous, own: RankReport) -> str:
-    """Return one sentence on who failed and why, after at most a few seconds.
-
-    Args:
-        rendezvous: where the ranks report, of no other use.
-        own: why this rank stopped.
-    """
+    """Return one sentence on who failed and why, after at most a few seconds."""
     results: list[Findings | str] = []
 
     def meet() -> None:
@@ -80,13 +75,7 @@ def explained(rendezvous: Rendezvous, own: RankReport) -> str:
 
 
 def verdict(rank: int, own: RankReport, known: Findings | str) -> str:
-    """Return one sentence on who failed and why, as far as the reports say.
-
-    Args:
-        rank: this rank.
-        own: why it stopped.
-        known: what all reports come to, or why there are none.
-    """
+    """Return one sentence on who failed and why, as far as the reports say."""
     here = f"rank {rank} stopped at {own.place}"
     if own.primary:
         return f"{here}: {own.cause}"

@@ -40,11 +40,7 @@ class NoOffer(AccelError):
 
 
 class SchemeOffers(Planner):
-    """Offers of schemes for one DDP module: one is switched on and off from outside, at step boundaries.
-
-    Args:
-        ddp: the module, on every rank.
-    """
+    """Offers of schemes for one DDP module: one is switched on and off from outside, at step boundaries."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         # As patient as DDP itself: what one rank does alone between two steps must not end the training.
@@ -174,12 +170,7 @@ def open_offers(ddp: DistributedDataParallel) -> SchemeOffers:
 
 
 def refusal(ddp: DistributedDataParallel, above: Collection[str]) -> str:
-    """Say why there are none: a hook or a process group of the user's, or offers of one of the levels `above`.
-
-    Args:
-        ddp: the module.
-        above: levels whose schemes include those asked for.
-    """
+    """Say why there are none: a hook or a process group of the user's, or offers of one of the levels `above`."""
     offers = known_offers(ddp)
     if reason := why_not(ddp, offers):
         return reason
@@ -196,12 +187,7 @@ _APART = 4096.0
 
 
 def self_test(binding: Binding, timeout: timedelta) -> str:
-    """Return which collectives of the hooks' channel give other numbers than torch's own; the same on every rank.
-
-    Args:
-        binding: of the model whose gradients are to go by it.
-        timeout: of each collective.
-    """
+    """Return which collectives of the hooks' channel give other numbers than torch's own; the same on every rank."""
     kind = channel_kind(binding.device)
     size, rank, group = binding.size, binding.rank, binding.group
     own = torch.arange(_ELEMENTS, device=binding.device, dtype=torch.float32) + rank

@@ -106,13 +106,7 @@ class Planner(GradientEngine):
         return super().reduce(bucket)
 
     def measured(self, option: Option, settle: int, steps: int) -> Generator[None, None, float]:
-        """Return the median step of the slowest rank by an option; at each yield a step is taken.
-
-        Args:
-            option: a scheme, or None.
-            settle: steps that don't count.
-            steps: those that do.
-        """
+        """Return the median step of the slowest rank by an option; at each yield a step is taken."""
         self.use(option)
         for _ in range(settle):
             yield

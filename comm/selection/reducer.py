@@ -52,9 +52,6 @@ def go_over_to(ddp: DistributedDataParallel, group: Any) -> None:
 def unhook(ddp: DistributedDataParallel) -> bool:
     """Make a module as if no hook had been registered; on every rank, while no backward pass is under way.
 
-    Args:
-        ddp: a module with one hook.
-
     Returns:
         False, and nothing has changed, unless it is renewable and has a hook.
     """
