@@ -15,11 +15,9 @@ model is sharded over one dimension.
 from __future__ import annotations
 
 import functools
-import itertools
-import weakref
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -36,13 +33,10 @@ from accel.comm.engine.pipeline import BucketJob
 from accel.comm.engine.reduction import Reduction
 from accel.comm.layout import Layout
 from accel.comm.memory import LossScale, Memory
-from accel.comm.ranks.channel import Channel, ConnectionBroken, GlooChannel, channel_kind
+from accel.comm.ranks.channel import Channel, ConnectionBroken, GlooChannel, channel_kind, own_store
 from accel.comm.ranks.failure import CommError
 from accel.comm.ranks.object_group import ObjectGroup
 from accel.profiler.errors import InvalidArgument
-
-_made: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
-"""Channels of this process, by process group."""
 
 
 class FSDPComm:
@@ -117,9 +111,7 @@ class FSDPComm:
     def _connect(self, mesh: DeviceMesh, timeout: timedelta) -> None:
         def channel(kind: Any, dim: int, name: str) -> Any:
             group: Any = mesh.get_group(dim)
-            made = _made.setdefault(group, itertools.count())
-            store = PrefixStore(f"accel-fsdp/{name}/{next(made)}", group.get_group_store())
-            return kind(store, range(group.size()), group.rank(), timeout)
+            return kind(own_store(group, f"fsdp/{name}"), range(group.size()), group.rank(), timeout)
 
         self._across: Channel = channel(channel_kind(self._device), 0, "replicas")
         self._within = ObjectGroup(channel(GlooChannel, 1, "shards"))
@@ -272,14 +264,7 @@ class ShardGroup:
 
     def of(self, dtype: torch.dtype) -> Layout:
         """Return the layout in the dtype that gradients are reduced in."""
-        layout = self.layout
-        return Layout(layout.index, layout.names, layout.shapes, dtype, layout.is_last)
-
-
-def _modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            yield name, module
+        return replace(self.layout, dtype=dtype)
 
 
 def _param_groups(module: FSDPModule) -> list[Any]:
@@ -293,8 +278,8 @@ def shard_groups(model: nn.Module) -> list[ShardGroup]:
     """Return the FSDP2 modules with parameters to train; raise InvalidArgument where a hook could not serve one."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     modules: list[tuple[str, FSDPModule, list[Any]]] = []
-    for name, module in _modules(model):
-        groups = _param_groups(module)
+    for name, module in model.named_modules():
+        groups = _param_groups(module) if isinstance(module, FSDPModule) else []
         if len(groups) > 1:
             raise InvalidArgument(
                 f"FSDP2 has no hook for a module whose parameters are on several meshes, got {len(groups)} of them in "

@@ -204,28 +204,25 @@ class LossScale:
     def __init__(self, scaler: Any) -> None:
         self._check(scaler)
         self._scaler = scaler
-        self._awaited = False
+        self.awaited = False
+        """Gradients have a scale, and the scaler was left behind by a pickle."""
         self.value = 1.0
 
     @property
     def in_use(self) -> bool:
-        """Return whether gradients have a scale; to be set where the scaler itself was left behind."""
-        return self._awaited or self._scaler is not None
-
-    @in_use.setter
-    def in_use(self, value: bool) -> None:
-        self._awaited = value and self._scaler is None
+        """Return whether gradients have a scale."""
+        return self.awaited or self._scaler is not None
 
     def take(self, scaler: Any, kind: str) -> None:
         """Take another scaler, or keep the one there is; raise InvalidArgument if it was left behind in a `kind`."""
-        if scaler is None and self._awaited:
+        if scaler is None and self.awaited:
             raise InvalidArgument(
                 f"this {kind} was used with a GradScaler, which a pickle leaves behind: give it back, "
                 "state.bind(model, scaler=scaler)"
             )
         if scaler is not None:
             self._check(scaler)
-            self._scaler, self._awaited = scaler, False
+            self._scaler, self.awaited = scaler, False
 
     @staticmethod
     def _check(scaler: Any) -> None:
@@ -240,7 +237,7 @@ class LossScale:
 
         A state that was saved with a scale may be loaded where there is none.
         """
-        if self._awaited:
+        if self.awaited:
             return
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         if scale != self.value:

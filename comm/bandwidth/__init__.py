@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from accel.comm.bandwidth.fit import Fit, fit_line
-from accel.comm.bandwidth.table import Bandwidth, PeerLost, Row, Settings, measure_links
+from accel.comm.bandwidth.table import Bandwidth, Fit, PeerLost, Row, Settings, fit_line, measure_links
 from accel.profiler import renamed
 
 __all__ = ["Bandwidth", "Fit", "PeerLost", "Row", "Settings", "fit_line", "measure_links"]

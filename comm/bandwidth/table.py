@@ -15,7 +15,6 @@ A probe must move more than the network lets pass unshaped: token buckets and bu
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +25,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.comm.bandwidth.cases import (
     LINKS,
@@ -40,8 +38,7 @@ from accel.comm.bandwidth.cases import (
     links_of,
     sent_bytes,
 )
-from accel.comm.bandwidth.fit import Fit, fit_line
-from accel.comm.ranks.channel import GlooChannel
+from accel.comm.ranks.channel import GlooChannel, own_store
 from accel.comm.ranks.object_group import ObjectGroup
 from accel.comm.ranks.topology import by_machine, identity
 from accel.profiler.errors import AccelError, InvalidArgument
@@ -51,7 +48,6 @@ PROBE_OPERATIONS = ("all_reduce", "all_gather", "all_to_all")
 
 _UNSUPPORTED = ("not support", "unsupported", "not implemented", "no backend type", "does not implement")
 _FEWEST = 2  # runs of a row; sizes of a fit
-_measured = itertools.count()
 
 
 class PeerLost(AccelError, RuntimeError):
@@ -98,6 +94,52 @@ class Row:
     def busbw(self) -> float | None:
         """algbw · factor(n) in bytes per second."""
         return self.algbw * self.factor if self.algbw is not None else None
+
+
+class Fit(NamedTuple):
+    """The line t(S) = alpha_s + beta_s_per_byte · S."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+    error: float
+    """Largest relative distance of a measured time from the line: 0.5 means that no line describes the operation."""
+    largest_bytes: int
+    """Largest S measured."""
+
+    def seconds(self, size_bytes: float) -> float:
+        """Predict the time of one operation on `size_bytes`."""
+        return self.alpha_s + self.beta_s_per_byte * size_bytes
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> Fit:
+    """Fit t = α + β·S with α, β ≥ 0 by least squares of the relative error.
+
+    The relative error gives small sizes, which hold α, the same say as large ones, which hold β. Where that would make
+    α negative it is 0, and β follows from the absolute errors, hence from the largest sizes.
+
+    Args:
+        points: (S in bytes, t in seconds), two different sizes at least.
+
+    Raises:
+        InvalidArgument: if there are fewer than two sizes.
+
+    Example:
+        >>> fit_line([(1000, 0.002), (2000, 0.003)])[:2]
+        (0.001, 1e-06)
+    """
+    sizes = np.array([size for size, _ in points], dtype=float)
+    times = np.array([seconds for _, seconds in points], dtype=float)
+    if len(set(sizes)) < 2:
+        raise InvalidArgument(f"a line needs two different sizes, got {sorted(set(sizes))}; measure another size")
+    matrix = np.stack([1 / times, sizes / times], axis=1)
+    (alpha, beta), *_ = np.linalg.lstsq(matrix / matrix.max(0), np.ones(len(times)), rcond=None)[0] / matrix.max(0), 0
+    if alpha < 0:
+        # Small sizes that were faster than the rate of large ones (a token bucket let them pass): the large ones count.
+        alpha, beta = 0.0, float(times @ sizes / (sizes @ sizes))
+    elif beta < 0:
+        alpha, beta = float(matrix[:, 0].sum() / (matrix[:, 0] @ matrix[:, 0])), 0.0
+    error = float(np.abs(matrix @ np.array([alpha, beta]) - 1).max())
+    return Fit(float(alpha), float(beta), error, int(sizes.max()))
 
 
 @dataclass(frozen=True)
@@ -248,10 +290,9 @@ def _object_group(timeout_s: float) -> ObjectGroup:
     """Return the group for small objects beside the measurement."""
     world = dist.group.WORLD
     assert world is not None
-    store = PrefixStore(f"accel-bandwidth/{next(_measured)}", world.get_group_store())
     # Ranks that wait for an operation to time out come late to the next exchange.
     timeout = timedelta(seconds=2 * timeout_s + 5)
-    channel = GlooChannel(store, range(world.size()), world.rank(), timeout)
+    channel = GlooChannel(own_store(world, "bandwidth"), range(world.size()), world.rank(), timeout)
     return ObjectGroup(channel, lambda error: PeerLost(f"a rank no longer answers ({_brief(error)})"))
 
 

@@ -94,11 +94,6 @@ class NcclLog:
         return Counter(transport for *_, transport in self.connections)
 
     @property
-    def network(self) -> set[str]:
-        """Return `Socket`, `IB` or a plugin's name."""
-        return {match[1] for _, match in self.matches(_NETWORK)}
-
-    @property
     def interfaces(self) -> dict[str, set[str]]:
         """Return the interfaces chosen for data over sockets, each with its hosts."""
         chosen: dict[str, set[str]] = {}
@@ -106,11 +101,6 @@ class NcclLog:
             for name in _NAME.findall(match[1]):
                 chosen.setdefault(name, set()).add(host)
         return chosen
-
-    @property
-    def channels(self) -> set[int]:
-        """Return the numbers of channels that communicators have."""
-        return {int(match[1]) for pattern in (_RING, _COUNTS) for _, match in self.matches(pattern)}
 
     def trouble(self, name: str) -> list[str]:
         """Return the lines that say that something of `_TROUBLES` goes wrong."""
@@ -171,10 +161,14 @@ def quoting(trouble: str) -> Callable[[NcclLog], Iterator[Hit]]:
     return look
 
 
+def _is_over_sockets(log: NcclLog) -> bool:
+    return {match[1] for _, match in log.matches(_NETWORK)} == {"Socket"}
+
+
 def log_tcp(log: NcclLog) -> Iterator[Hit]:
     """Connections via NET/Socket, or `Using network Socket` between several hosts."""
     count = log.transports["NET/Socket"]
-    if count or (log.network == {"Socket"} and len(log.hosts) > 1):
+    if count or (_is_over_sockets(log) and len(log.hosts) > 1):
         no_device = bool(log.trouble("no device"))
         adapter = "NET/IB : No device found" if no_device else "no word of an InfiniBand device"
         level = WARN if no_device or "NCCL_IB_DISABLE" in log.settings else INFO
@@ -189,8 +183,8 @@ def log_socket_threads(log: NcclLog) -> Iterator[Hit]:
 
 def log_channels(log: NcclLog) -> Iterator[Hit]:
     """NCCL made one channel for a job that uses the network."""
-    connections = sum(count for name, count in log.transports.items() if name.startswith("NET/"))
-    if connections and log.channels and max(log.channels) == 1:
+    channels = {int(match[1]) for pattern in (_RING, _COUNTS) for _, match in log.matches(pattern)}
+    if channels == {1} and any(name.startswith("NET/") for name in log.transports):
         yield Hit("log: 1 channel")
 
 
@@ -213,7 +207,7 @@ def log_gdr(log: NcclLog) -> Iterator[Hit]:
     far = "GPU and card are far apart: NCCL_NET_GDR_LEVEL=PHB or SYS allows it; measure, it may not be faster"
     disabled = log.trouble("gdr")
     fix = far if any("distance" in line for line in disabled) else ""
-    if disabled and log.network != {"Socket"}:
+    if disabled and not _is_over_sockets(log):
         yield Hit(_quoted(disabled), fix=fix)
     elif without := log.transports["NET/IB"]:
         with_gdr = log.transports["NET/IB/GDRDMA"]

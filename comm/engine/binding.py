@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.comm.layout import Layout
 from accel.comm.ranks import topology
-from accel.comm.ranks.channel import GlooChannel
+from accel.comm.ranks.channel import GlooChannel, own_store
 from accel.comm.ranks.failure import CommError
 from accel.comm.ranks.object_group import ObjectGroup
 from accel.comm.ranks.topology import Topology
@@ -24,9 +23,6 @@ from accel.profiler.errors import InvalidArgument
 from accel.profiler.rendezvous import RanksDiverged, Rendezvous
 
 A = TypeVar("A")
-
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
-"""Bindings of this process, by process group: not by its name, which the next one gets after an end of it."""
 
 
 class Binding:
@@ -59,8 +55,7 @@ class Binding:
         self.names = {id(parameter): name for name, parameter in named}
         """Of the parameters, by identity."""
         self.device: torch.device = named[0][1].device
-        number = next(_made.setdefault(self.group, itertools.count()))
-        self.store = PrefixStore(f"accel-comm/{number}", self.group.get_group_store())
+        self.store = own_store(self.group, "comm")
         described = [
             (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad) for name, parameter in named
         ]
@@ -70,6 +65,11 @@ class Binding:
             "torch": torch.__version__,
         }
         self._layouts: dict[tuple[int, ...], Layout] = {}
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Return the layouts of all buckets seen so far."""
+        return list(self._layouts.values())
 
     def check_mean(self) -> None:
         """Raise InvalidArgument if gradients are to be divided by another number than that of all ranks."""

@@ -219,7 +219,7 @@ def _unpickled(
     GradientEngine.__init__(engine)
     vars(engine).update(settings)
     engine.load_state_dict(state)
-    engine.loss_scale.in_use = scaled
+    engine.loss_scale.awaited = scaled
     return engine
 
 

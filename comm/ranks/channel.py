@@ -12,7 +12,9 @@ KB, hence an all-reduce of few bytes uses other algorithms: see `accel.comm.rank
 
 from __future__ import annotations
 
+import itertools
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
@@ -21,6 +23,7 @@ from typing import Any, ParamSpec, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.comm.ranks import small_sums
 from accel.profiler.errors import AccelError
@@ -28,6 +31,16 @@ from accel.profiler.interruptions import ours
 
 PIECE_BYTES = 1 << 20
 P = ParamSpec("P")
+
+
+_made: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""Stores of this process, by process group: not by its name, which the next one gets after an end of it."""
+
+
+def own_store(group: Any, name: str) -> PrefixStore:
+    """Return a store of its own at each call, for the ranks of a process group, which call alike."""
+    number = next(_made.setdefault(group, itertools.count()))
+    return PrefixStore(f"accel-{name}/{number}", group.get_group_store())
 
 
 class ConnectionBroken(AccelError, RuntimeError):

@@ -18,9 +18,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings, measure_links, table
+from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings, fit_line, measure_links, table
 from accel.comm.bandwidth.cases import DTYPES, OPERATIONS, LinkClass, RankPlace, elements, links_of, modulus, sent_bytes
-from accel.comm.bandwidth.fit import fit_line
 from accel.comm.ranks.topology import by_machine
 from accel.commands.bench import BandwidthTable, Request, _child, bench, size_text
 from accel.commands.cli import main

@@ -157,7 +157,7 @@ def test_what_was_saved_with_a_scale_loses_it_where_there_is_none() -> None:
 def test_what_waits_for_its_scaler_is_left_alone() -> None:
     memory, scale = Memory(), LossScale(None)
     step(memory, layout(0, "a"), torch.tensor([1.0, 2.0, 4.0]))
-    scale.in_use, scale.value = True, 4.0
+    scale.awaited, scale.value = True, 4.0
     scale.follow(memory)
     assert by_name(memory) == {"a": [1.0, 2.0, 4.0]}
 
