@@ -5,11 +5,6 @@ to the ranks; what is left is a suffix of the order. So its first place is all t
 ranks with any batch sizes goes on from there. State and memory don't grow with n (order "feistel"; "torch" keeps the
 list). Who gets which place, and the last step: accel.dataio.sampling.round_robin. The order:
 accel.dataio.sampling.permutation. What is dealt, and what the loop took of it: accel.dataio.sampling.ledger.
-
-Others: torchelastic's ElasticDistributedSampler shuffles the *numbers* from start_index on, which are not what is left
-of a shuffled epoch. AdaptDL's and Horovod's ElasticSampler continue the order, but keep it as a list on each rank, even
-it out with repeats that they don't tell, and count equal batches only. torchdata's StatefulDataLoader holds a state per
-worker, for a fixed number of them.
 """
 
 from __future__ import annotations

@@ -36,12 +36,9 @@ class LearningRateScaler:
     Progress is the number of steps of M0 samples that the steps so far were worth: each counts AdaScale's gain r,
     1 ≤ r ≤ S, whichever rule gives the rate; a rule that leaves the rate as it is gets less out of a step than that.
 
-    A step that is replayed from a CUDA graph calls no hooks: it keeps the rate it was captured with. Capturing at
-    S > 1 is refused, and so is a step under `torch.compile`. An optimizer that hands its step on to another one with
-    groups of its own (Lookahead, SAM) reads its rate there: give the inner one; there is a warning if not.
-
-    Within the step, closures and hooks that were registered later see the multiplied values. After a step that raised
-    they are restored by whatever comes first: the next step, `optimizer.state_dict()`, `update` or `close`.
+    Capturing a step as a CUDA graph, or compiling it, is refused at S > 1. Within the step, closures and hooks that
+    were registered later see the multiplied values. After a step that raised they are restored by whatever comes first:
+    the next step, `optimizer.state_dict()`, `update` or `close`.
 
     Args:
         optimizer: any but LBFGS, which searches along a line and takes several batches' worth of calls in a step.

@@ -1,16 +1,11 @@
 """A training on this machine whose number of ranks is changed by one call: what a scheduler holds of it.
 
-    job = LocalJob(["train.py", "--epochs=30"], folder="runs/one")
-    job.resize(2)  ──torchrun──▶ 2 ranks, which save checkpoints in the folder (one rank needs no torchrun)
-    job.resize(4)  ──SIGTERM──▶ a checkpoint after the step under way ──torchrun──▶ 4 ranks go on from it
-    job.profile()     step times, noise and bounds, as the job has measured them
+    job.resize(4)  ──SIGTERM──▶  a checkpoint after the step under way ──torchrun──▶ 4 ranks go on from it
+    in place       ──python──▶   2 more processes, which come to accel.optimize while the others train
+                   ──order──▶    a checkpoint after the step under way; all 4 form a group, and go on from it
 
 The script passes `accel.Elastic(checkpoint=)` of the same folder to `accel.optimize`; the variable ACCEL_CHECKPOINT
-has it. What a change costs, the start of a process and the step under way, the profile's `restart_s` tells. With
-`in_place` the processes that stay go on:
-
-    job.resize(4)  ──python──▶   2 more processes, which come to accel.optimize while the others train
-                   ──order──▶    a checkpoint after the step under way; all 4 form a group, and go on from it
+has it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A learning-rate schedule by progress in place of steps, so that it takes as many samples' worth at any batch size.
 
-A step at S > 1 counts for r steps of the base batch (AdaScale's gain, https://arxiv.org/abs/2007.05105, section 3.2:
-"scale-invariant iterations"). A schedule written for T steps of the base batch is then over after about T / r steps.
+A step at S > 1 counts for r steps of the base batch (AdaScale's gain, https://arxiv.org/abs/2007.05105, section 3.2).
 """
 
 from __future__ import annotations

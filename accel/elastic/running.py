@@ -1,12 +1,7 @@
 """What a script, or whoever schedules it, may ask of a training under `accel.optimize(elastic=)`.
 
-    request_checkpoint(model)    a checkpoint at the end of the step under way
-    save_checkpoint(model)       one now, between two steps
-    progress_of(model)           steps of the user's batch that the steps so far were worth, for a `ProgressSchedule`
-    job_profile(model)           what a cluster scheduler needs to know of the job
-
-Each takes the model that was passed to `accel.optimize`. Where accel is switched off (`ACCEL=0`) the script still runs:
-nothing is saved, with a warning, and each step is worth one.
+Each function takes the model that was passed to `accel.optimize`. Where accel is switched off (`ACCEL=0`) the script
+still runs: nothing is saved, with a warning, and each step is worth one.
 """
 
 from __future__ import annotations

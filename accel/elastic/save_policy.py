@@ -51,8 +51,7 @@ class SavePolicy:
 
     Attributes:
         stop: True on all ranks once one of them was sent SIGTERM, from the step on that is to be saved.
-        look: returns the newest order to go on with other ranks; there are none unless one sets it.
-        order: the newest order that rank 0 knew when ranks met last.
+        look, order: returns the newest order to go on with other ranks, if set; and the one known when ranks met last.
         save_s: seconds that the last save took; 0.0 before the first.
         saved_s: seconds that all of them took.
         is_wanted: what is due was asked for, by a request or SIGTERM, and not by the interval; the same on all ranks.

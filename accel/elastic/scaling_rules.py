@@ -1,15 +1,7 @@
 """Learning-rate rules: what to multiply an optimizer's rates by when a step takes S = M / M0 times the samples.
 
-| rule | for | learning rate × | paper |
-|---|---|---|---|
-| `AdaScale` | SGD, LARS | the gain r = (σ² + μ²) / (σ²/S + μ²) | https://arxiv.org/abs/2007.05105 |
-| `Linear` | SGD | S | https://arxiv.org/abs/1706.02677 |
-| `Sqrt` | Adam, AdamW, RMSprop, LAMB | √K, K = S up to the noise scale | https://arxiv.org/abs/2205.10287, 2405.14578 |
-| `LEGW` | with a warm-up | √S, and a warm-up S times as long in epochs | https://arxiv.org/abs/1901.08256 |
-| `NoScaling` | all else | 1 | |
-
-σ² is the variance of the gradient of a batch of M0 samples and μ² its mean's squared norm, so with the noise scale
-φ = M0·σ²/μ² in samples r = S·(φ + M0) / (φ + S·M0): S while noise dominates, 1 when there is none.
+AdaScale's gain is r = (σ² + μ²) / (σ²/S + μ²), σ² the variance of the gradient of a batch of M0 samples, μ² its mean's
+squared norm. With the noise scale φ = M0·σ²/μ² in samples it is S·(φ + M0) / (φ + S·M0).
 """
 
 from __future__ import annotations
@@ -20,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 from accel.errors import InvalidArgument
+from accel.goodput.efficiency import efficiency
 
 
 @dataclass(frozen=True)
@@ -69,22 +62,21 @@ class BatchScale:
     @property
     def bounded_gain(self) -> float:
         """AdaScale's r, held in [1, S]; 1 where neither the gain nor the noise is known."""
-        gain = self.gain if self.gain is not None else _gain(self.scale, self._noise_ratio(self._sure_noise))
+        gain, noise = self.gain, self._sure_noise
+        if gain is None:
+            gain = 1.0 if noise is None else self.scale * efficiency(self.batch_size, self.base_batch_size, noise)
         return min(max(gain, 1.0), self.scale)
 
     @property
     def scale_within_noise(self) -> float:
         """The part of S up to which more noise is averaged out: min(S, max(1, φ / M0)); S where φ is not known."""
-        ratio = self._noise_ratio(self._sure_noise)
-        return self.scale if ratio is None else min(self.scale, max(1.0, ratio))
+        noise = self._sure_noise
+        return self.scale if noise is None else min(self.scale, max(1.0, noise / self.base_batch_size))
 
     @property
     def _sure_noise(self) -> float | None:
         """φ, its lower bound where there is one: a rate that is too low costs less than one that is too high."""
         return self.noise if self.noise_bounds is None else self.noise_bounds[0]
-
-    def _noise_ratio(self, noise: float | None) -> float | None:
-        return None if noise is None else noise / self.base_batch_size
 
 
 class Multipliers(NamedTuple):
@@ -123,7 +115,9 @@ class NoScaling:
 
 @dataclass(frozen=True)
 class AdaScale:
-    """Multiply SGD's learning rate by the gain r: 1 ≤ r ≤ S, so never above linear (Johnson et al. 2020, alg. 1).
+    """Multiply SGD's learning rate by the gain r: 1 ≤ r ≤ S, so never above linear.
+
+    Source: Johnson et al. 2020, https://arxiv.org/abs/2007.05105, algorithm 1.
 
     Example:
         >>> AdaScale().multipliers(BatchScale(512, 128, noise=384.0)).lr  # 4·(384 + 128) / (384 + 512)
@@ -137,7 +131,10 @@ class AdaScale:
 
 @dataclass(frozen=True)
 class Linear:
-    """Multiply SGD's learning rate by S (Goyal et al. 2017); it holds while S·M0 is far below the noise scale."""
+    """Multiply SGD's learning rate by S; it holds while S·M0 is far below the noise scale.
+
+    Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677.
+    """
 
     def multipliers(self, batch: BatchScale) -> Multipliers:
         """Return S."""
@@ -148,11 +145,11 @@ class Linear:
 class Sqrt:
     """Multiply the learning rate of Adam and its kin by √K, and keep their averages as long in samples.
 
-    K-fold batch: lr·√K, 1 − K·(1 − β), eps / √K (Malladi et al. 2022, definition 5.1). It comes from a stochastic
-    differential equation that Adam follows while noise dominates its gradients and an average spans many steps:
-    from K = 1 / (1 − β) on, 10 for β = 0.9, there is no average left, β stays at 0, and the rule has no ground.
+    K-fold batch: lr·√K, 1 − K·(1 − β), eps / √K (https://arxiv.org/abs/2205.10287, definition 5.1). It comes from a
+    stochastic differential equation that Adam follows while noise dominates its gradients and an average spans many
+    steps: from K = 1 / (1 − β) on, 10 for β = 0.9, there is no average left, β stays at 0, and the rule has no ground.
 
-    Beyond the noise scale the best rate of Adam falls again as the batch grows (Li et al. 2024, surge phenomenon):
+    Beyond the noise scale the best rate of Adam falls again as the batch grows (https://arxiv.org/abs/2405.14578):
     so K = min(S, max(1, φ / M0)), with the lower bound of φ where one is known.
 
     Args:
@@ -176,7 +173,7 @@ class Sqrt:
 
 @dataclass(frozen=True)
 class LEGW:
-    """Multiply the learning rate by √S and make its warm-up S times as long in epochs (You et al. 2019).
+    """Multiply the learning rate by √S and make its warm-up S times as long in epochs (https://arxiv.org/abs/1901.08256).
 
     The user's schedule warms up linearly over E0 epochs. This turns it into one that does so over S·E0: at epoch e
     √S · min(1, e / (S·E0)) / min(1, e / E0), which is 1/√S at first, less than 1, and √S in the end.
@@ -245,13 +242,6 @@ def rule_for(optimizer: object) -> NoScaling | AdaScale | Sqrt:
         f"No rule is known for {type(optimizer).__name__}, so its learning rate stays as it is at any batch size; "
         "pass a rule to scale it."
     )
-
-
-def _gain(scale: float, noise_ratio: float | None) -> float:
-    """Return S·(φ + M0) / (φ + S·M0) for φ / M0."""
-    if noise_ratio is None:
-        return 1.0
-    return scale if math.isinf(noise_ratio) else scale * (noise_ratio + 1) / (noise_ratio + scale)
 
 
 def _check(holds: bool, invariant: str, got: object) -> None:

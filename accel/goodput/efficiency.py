@@ -24,8 +24,6 @@ from numpy.typing import ArrayLike
 from accel.errors import InvalidArgument
 
 Bound = Literal["phi", "low", "high"]
-"""Which of a noise scale's three values is meant."""
-
 
 UNMEASURED_SHARE = 0.5
 """f of a job that has not shown its own: most have one, from 0.6 to 1 in four of five recorded jobs."""

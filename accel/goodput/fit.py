@@ -19,7 +19,7 @@ import numpy as np
 
 from accel.errors import InvalidArgument
 from accel.goodput.observations import StepTimes
-from accel.goodput.throughput import MOST, SYNC_TERMS, Floats, ThroughputModel, log_or_none, power_sum, sync_terms
+from accel.goodput.throughput import MOST, SYNC_TERMS, Floats, ThroughputModel, log_or_none, log_step, sync_terms
 from accel.profiler import renamed
 
 
@@ -122,9 +122,8 @@ class Problem:
         """Return the logarithm of each step time (..., n) for one θ or several (..., 10)."""
         columns = theta[..., None]
         p, overlap = (1 + (MOST - 1) * _logistic(columns[..., number, :]) for number in (2, 3))
-        compute = power_sum(columns[..., 0, :], columns[..., 1, :] + self._log_batch, p)
-        last = power_sum(compute, log_or_none(np.exp(theta[..., _SYNC]) @ self._sync.T), overlap)
-        return np.logaddexp(last, self._log_extra + compute)
+        sync = log_or_none(np.exp(theta[..., _SYNC]) @ self._sync.T)
+        return log_step(columns[..., 0, :], columns[..., 1, :] + self._log_batch, p, sync, overlap, self._log_extra)
 
     def residuals(self, theta: Floats) -> Floats:
         """Return the errors of the times in their deviations (n,), and those of the priors (10,)."""

@@ -128,8 +128,14 @@ class AdamMoments(NamedTuple):
     corrections: list[float]
     epsilons: list[float]
 
+    @torch.no_grad()
     def denominators(self) -> Tensor:
-        return _joined(_denominators(*self))
+        """Return max(√v̂, r / 10) + ε as one vector."""
+        roots = torch._foreach_sqrt(torch._foreach_div([each.float() for each in self.squares], self.corrections))
+        for root, length in zip(roots, torch._foreach_norm(roots), strict=True):
+            least = length * (_LEAST_ROOT / math.sqrt(max(root.numel(), 1)))
+            root.clamp_(min=torch.where(length > 0, least, math.inf))
+        return _joined(list(torch._foreach_add(roots, self.epsilons)))
 
 
 def denominators(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> Tensor | None:
@@ -172,16 +178,6 @@ def _square(p: Tensor, state: dict[str, Any]) -> Tensor:
     if square.shape != p.shape:
         raise Unmeasurable(f"the optimizer keeps squares of shape {tuple(square.shape)} for {tuple(p.shape)} weights")
     return square
-
-
-@torch.no_grad()
-def _denominators(squares: list[Tensor], corrections: list[float], epsilons: list[float]) -> list[Tensor]:
-    singles = [square.float() for square in squares]
-    roots = torch._foreach_sqrt(torch._foreach_div(singles, corrections))
-    for root, length in zip(roots, torch._foreach_norm(roots), strict=True):
-        least = length * (_LEAST_ROOT / math.sqrt(max(root.numel(), 1)))
-        root.clamp_(min=torch.where(length > 0, least, math.inf))
-    return list(torch._foreach_add(roots, epsilons))
 
 
 def _is_adam(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -178,29 +178,23 @@ class Observations:
 class _Entry:
     """The step times of one configuration."""
 
-    __slots__ = ("_summary", "count", "seconds")
-
     def __init__(self) -> None:
         self.count = 0
         self.seconds: deque[float] = deque(maxlen=WINDOW)
-        self._summary: tuple[float, float] | None = None
 
     def add(self, seconds: float) -> None:
         self.count += 1
         self.seconds.append(seconds)
-        self._summary = None
 
     def summary(self) -> tuple[float, float]:
         """Return the median, s, and the standard deviation of its logarithm around the model."""
-        if self._summary is None:
-            times = sorted(self.seconds)
-            count = len(times)
-            # A quarter of the times lies outside of each quartile, 0.674 deviations from the median if they are normal.
-            spread = math.log(times[3 * count // 4] / times[count // 4]) / 1.349
-            pooled = (_WORTH * _SPREAD**2 + (count - 1) * spread**2) / (_WORTH + count - 1)
-            # A median is worth π/2 times fewer values than a mean.
-            self._summary = times[count // 2], math.sqrt(MISFIT**2 + math.pi / 2 * pooled / count)
-        return self._summary
+        times = sorted(self.seconds)
+        count = len(times)
+        # A quarter of the times lies outside of each quartile, 0.674 deviations from the median if they are normal.
+        spread = math.log(times[3 * count // 4] / times[count // 4]) / 1.349
+        pooled = (_WORTH * _SPREAD**2 + (count - 1) * spread**2) / (_WORTH + count - 1)
+        # A median is worth π/2 times fewer values than a mean.
+        return times[count // 2], math.sqrt(MISFIT**2 + math.pi / 2 * pooled / count)
 
 
 def _checked(configuration: Configuration) -> Configuration:

@@ -101,9 +101,8 @@ class ThroughputModel:
         extra = _checked("accumulation", accumulation, 0.0)
         samples = np.log(_checked("local_batch", local_batch, 0.0, above=True))
         fixed, each = _log(self.compute_fixed_s), _log(self.compute_sample_s)
-        compute = power_sum(fixed, each + samples, self.compute_exponent)
-        last = power_sum(compute, self._log_sync(nodes, replicas, communication_scale), self.overlap_exponent)
-        log = np.logaddexp(last, log_or_none(extra) + compute)
+        sync = self._log_sync(nodes, replicas, communication_scale)
+        log = log_step(fixed, each + samples, self.compute_exponent, sync, self.overlap_exponent, log_or_none(extra))
         arguments = (nodes, replicas, local_batch, accumulation, communication_scale)
         return np.exp(log) if any(np.ndim(argument) for argument in arguments) else float(np.exp(log))
 
@@ -117,6 +116,15 @@ class ThroughputModel:
         times = np.array([getattr(self, name) for name in SYNC_TERMS])
         sync: Floats = scale * (sync_terms(hosts, ranks) @ times)
         return log_or_none(sync)
+
+
+def log_step(
+    fixed: ArrayLike, samples: ArrayLike, p: ArrayLike, sync: ArrayLike, overlap: ArrayLike, extra: Floats
+) -> Floats:
+    """Return the logarithm of a step's time by those of its parts (`extra`: of the further micro-steps' number)."""
+    compute = power_sum(fixed, samples, p)
+    log: Floats = np.logaddexp(power_sum(compute, sync, overlap), extra + compute)
+    return log
 
 
 def power_sum(log_x: ArrayLike, log_y: ArrayLike, exponent: ArrayLike) -> Floats:

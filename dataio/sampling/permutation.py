@@ -9,8 +9,6 @@ Rackoff 1988; Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA
 https://web.cs.ucdavis.edu/~rogaway/papers/subset.pdf). Fewer than √n pairs lie at n or above; a position that lands
 there is sent through again until it lands below ("cycle walking"), which keeps it one-to-one. Shuffling with such a
 bijection: Mitchell, Stokes, Frank and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs", arXiv 2106.06161.
-
-It is no cipher: nobody is kept from finding the seed.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ a few steps.
        ▲                                                 │ no
        └─────────────────────────────────────────────────┘
 
-A larger batch must win by a margin even if the noise scale is at its lower end, a smaller one even if it is at its
-upper end: while the truth may lie on either side, the batch stays. A batch whose share does not fit into a rank's
+A batch whose share does not fit into a rank's
 memory may still be one whose gradients are accumulated over several of the loop's steps: it competes with the others by
 its goodput, and is tried as they are.
 
@@ -123,7 +122,7 @@ class FittingBatches:
     def is_whole(self, configuration: Configuration) -> bool:
         return configuration.accumulation == self.micro_batches - 1
 
-    def refuse(self, batch: int, step: int) -> None:
+    def refuse(self, batch: float, step: int) -> None:
         """Take no batch of so many samples or more for long from a step on; ever longer."""
         self._largest = min(self._largest, batch)
         if math.isinf(self._again_at):
@@ -138,11 +137,6 @@ class FittingBatches:
     def largest_local(self) -> float | None:
         """What no longer fits, samples of one of a rank's batches; None while all did."""
         return None if math.isinf(self._largest) else self._largest / self.pieces
-
-    @largest_local.setter
-    def largest_local(self, largest: float | None) -> None:
-        self._largest = math.inf if largest is None else largest * self.pieces
-        self._again_at = math.inf if largest is None else _FITS_AGAIN  # steps are this process's
 
 
 class BatchTimes:
@@ -406,7 +400,8 @@ class BatchPolicy:
         self.decisions = [BatchDecision(**each) for each in state["decisions"]]
         in_vain = {Configuration(*failed): at for *failed, at in state.get("in_vain", [])}
         self._failed = {failed: at for failed, at in in_vain.items() if self.times.observations.count(failed)}
-        self.batches.largest_local = state.get("largest_local")
+        if (largest := state.get("largest_local")) is not None:
+            self.batches.refuse(largest * self.batches.pieces, 0)  # by this process's steps
         self._settled = self._now = min(self.batches.all(), key=lambda size: abs(size - state["batch"]))
         self._present = None
 

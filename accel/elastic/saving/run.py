@@ -152,11 +152,13 @@ class CheckpointRun(LoopObserver):
 
         Then go on from its steps: what it has trained since its last save would be lost by a load.
         """
-        if not self.training.is_that_of(earlier.training):
+        own, theirs = self.training, earlier.training
+        is_same_loop = own.optimizer is theirs.optimizer and own.sampler is theirs.sampler
+        if not (is_same_loop and own.checkpoints.are_in(theirs.checkpoints.folder)):
             return False
         self.updates.resume(earlier.updates.step)
-        folder = self.training.settings.folder
-        self._say(f"goes on from step {self.updates.step} in this process: nothing is loaded from {folder}")
+        where = own.settings.folder
+        self._say(f"goes on from step {self.updates.step} in this process: nothing is loaded from {where}")
         return True
 
     # -- the loop (observers.LoopObserver, optimizer hooks, update listener) -------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,19 +15,17 @@ from accel.elastic.options import Checkpointing
 from accel.elastic.saving.bucket_order import BucketOrder
 from accel.elastic.saving.plain_values import check_plain
 from accel.elastic.saving.torchrun_nodes import remedy
-from accel.elastic.training_state import Stateful, capture_state, restore_state
+from accel.elastic.training_state import capture_state, restore_state
 from accel.errors import CheckpointError, InvalidArgument
 from accel.profiler.interruptions import ours
 from accel.profiler.stderr import warn
 from accel.run.ranks import Ranks, leads
 
+if TYPE_CHECKING:
+    from accel.elastic.batch_size.record import BatchRecord
+
 _START_S = 30.0
 """By which ranks may come to `accel.optimize` at different times: twice as much is waited for."""
-
-
-class BatchState(Stateful, Protocol):
-    memory: int
-    """Bytes of this rank's device, or of the one that has the least."""
 
 
 def settings_of(wanted: str | Checkpointing) -> Checkpointing:
@@ -43,7 +41,7 @@ class TrainingCheckpoints:
         optimizer: Optimizer,
         sampler: ElasticSampler,
         settings: Checkpointing,
-        batch: BatchState | None,
+        batch: BatchRecord | None,
         say: Callable[[str], None],
     ) -> None:
         self.checkpoints = Checkpoints(settings.folder, settings.keep, alone=True)
@@ -53,11 +51,6 @@ class TrainingCheckpoints:
         self.settings, self._batch, self._say = settings, batch, say
         own = {"sampler": sampler, "buckets": BucketOrder(model)} | ({} if batch is None else {"batch": batch})
         self._parts: dict[str, Any] = {"schedulers": list(settings.schedulers), **own, **settings.more}
-
-    def is_that_of(self, earlier: TrainingCheckpoints) -> bool:
-        """Return whether earlier ones are of the same loop, in the same folder."""
-        same_loop = self.optimizer is earlier.optimizer and self.sampler is earlier.sampler
-        return same_loop and self.checkpoints.are_in(earlier.checkpoints.folder)
 
     def restore(self, called_at: float) -> int:
         """Take up the newest checkpoint that is whole, and return its step; 0 if there is none.

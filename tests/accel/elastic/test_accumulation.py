@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import random
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -413,18 +411,3 @@ def test_schedulers_made_before_and_after(first: bool, recwarn: pytest.WarningsR
     assert rates == expected
     assert_alike(model, plain)
     assert not [str(warning.message) for warning in recwarn if "lr_scheduler" in str(warning.message)]
-
-
-def test_an_optimizer_that_accumulates_is_copied_and_saved_as_ever() -> None:
-    model, optimizer = made()
-    accumulation = GradientAccumulation(model, [optimizer])
-    for x, y in batches([2] * 3):
-        accumulation.begin_batch([2, 2])
-        plainly(model, optimizer, x, y)
-    for same in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert type(same) is type(optimizer) and "step" not in same.__dict__
-    fresh = torch.optim.SGD(made()[0].parameters(), lr=0.1, momentum=0.9, nesterov=True)
-    fresh.load_state_dict(optimizer.state_dict())
-    accumulation.close()
-    plainly(model, optimizer, *batches([2])[0])
-    assert "step" not in optimizer.__dict__

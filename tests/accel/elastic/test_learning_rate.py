@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from accel import amp
 from accel.elastic.learning_rate import LearningRateScaler
-from accel.elastic.scaling_rules import AdaScale, BatchScale, Linear, Multipliers, NoScaling, Rule, Sqrt
+from accel.elastic.scaling_rules import AdaScale, BatchScale, Linear, Multipliers, Rule, Sqrt
 from accel.errors import InvalidArgument
 from accel.optim import FusedAdam, FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 
@@ -132,24 +132,6 @@ def test_schedulers_see_the_base_rate() -> None:
         for schedule in schedules:
             schedule.step()
         assert snapshot(optimizer) == snapshot(plain)  # momentum is cycled too: betas
-
-
-@pytest.mark.parametrize("first", ["scheduler", "scaler"])
-def test_order_of_scheduler_and_scaler_does_not_matter(first: str) -> None:
-    w = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([w], 1.0)
-    w.grad = torch.ones(1)
-    if first == "scaler":
-        scaler = LearningRateScaler(optimizer, Linear())
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    if first == "scheduler":
-        scaler = LearningRateScaler(optimizer, Linear())
-    scaler.update(BatchScale(256, 64))
-    for _ in range(3):
-        optimizer.step()
-        schedule.step()
-    assert w.item() == -4 * (1 + 0.5 + 0.25)
-    assert scaler.steps == 3
 
 
 # Who else sees it
@@ -402,8 +384,3 @@ def test_a_batch_for_each_group_is_refused_and_changes_nothing() -> None:
     with pytest.raises(InvalidArgument, match="must have one batch for all parameter groups, got 2"):
         scaler.load_state_dict({**state, "batches": state["batches"] * 2})
     assert scaler.state_dict() == state and scaler.multipliers == Multipliers(2.0)
-
-
-def test_no_scaling_is_the_default_for_the_unknown() -> None:
-    scaler = LearningRateScaler(torch.optim.Adagrad(parameters()))
-    assert isinstance(scaler.rule, NoScaling) and "Adagrad" in scaler.rule.reason

@@ -304,14 +304,6 @@ def test_outside_of_the_main_thread_nothing_is_installed() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_closing_twice_does_no_harm() -> None:
-    termination = Termination()
-    termination.close()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    termination.close()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-
-
 @pytest.mark.parametrize(("before", "is_survived"), [(signal.SIG_IGN, True), (signal.SIG_DFL, False)])
 def test_whether_the_process_goes_on_is_for_the_handler_before(before: Any, is_survived: bool) -> None:
     signal.signal(signal.SIGTERM, before)

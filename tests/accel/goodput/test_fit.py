@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.errors import InvalidArgument
-from accel.goodput.fit import PRIORS, Problem, fit_throughput, model_of, theta_of
+from accel.goodput.fit import Problem, fit_throughput, theta_of
 from accel.goodput.observations import Configuration, Observations, StepTimes
 from accel.goodput.throughput import SYNC_TERMS, ThroughputModel
 from tests.accel.goodput.goodput_cases import TYPICAL
@@ -192,9 +192,3 @@ def test_units_do_not_matter(scale: float) -> None:
     times = made_by(TYPICAL, GRID, noise=0.05)
     scaled = fit_throughput(dataclasses.replace(times, seconds=times.seconds * scale))
     assert scaled.step_s(4, 16, 64) == pytest.approx(scale * fit_throughput(times).step_s(4, 16, 64), rel=1e-6)
-
-
-def test_theta_and_model_are_two_forms_of_one_thing() -> None:
-    assert set(PRIORS) == {field.name for field in dataclasses.fields(ThroughputModel)}
-    back = dataclasses.asdict(model_of(theta_of(TYPICAL)))
-    assert back == pytest.approx(dataclasses.asdict(TYPICAL), rel=1e-12)

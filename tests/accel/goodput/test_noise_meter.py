@@ -436,18 +436,6 @@ def test_what_is_beyond_the_usual_is_paid_for_by_and_by(cost_s: Callable[[int], 
     assert 0.9 * OVERHEAD < spent_s / (5e-3 * steps) < 1.2 * OVERHEAD
 
 
-def test_by_default_the_share_is_one_and_a_half_percent() -> None:
-    """At most 3 % are promised, and the meter can't see all of its cost."""
-    agreed, given = NoiseSchedule(), NoiseSchedule(0.015)
-    meter = NoiseMeter(nn.Linear(1, 1), [])
-    assert OVERHEAD == 0.015
-    for schedule in (agreed, given, meter._schedule):
-        schedule.note_step(1e-3)
-        for _ in range(60):
-            schedule.pay(2e-3, 1e-3)
-    assert agreed.steps_left == given.steps_left == meter._schedule.steps_left
-
-
 def test_steps_as_short_as_their_events_are_measured_at_half_the_share() -> None:
     schedule = NoiseSchedule(0.02)
     for _ in range(20):
@@ -489,12 +477,6 @@ def test_ranks_measure_at_the_same_steps_however_long_their_own_take(steps: list
 def test_replicas_are_counted_from_one(replicas: int) -> None:
     with pytest.raises(InvalidArgument, match="replicas must be at least 1"):
         NoiseMeter(nn.Linear(1, 1), [], replicas=replicas)
-
-
-@pytest.mark.parametrize("overhead", [0.0, 1.0, 3.0])
-def test_overhead_is_a_share(overhead: float) -> None:
-    with pytest.raises(InvalidArgument, match=r"such as 0\.03"):
-        NoiseSchedule(overhead)
 
 
 def test_a_weight_without_gradients_so_far_does_not_make_all_of_the_noise() -> None:

@@ -42,10 +42,6 @@ def test_a_few_slow_steps_do_not_count() -> None:
     assert filled(*disturbed).step_times().deviation[0] == filled(*steady).step_times().deviation[0]
 
 
-def test_an_old_speed_is_forgotten() -> None:
-    assert filled(*[0.1] * 100, *[0.2] * 16).step_times().seconds[0] == 0.2
-
-
 def test_more_steps_are_surer_down_to_the_misfit_of_the_model() -> None:
     draw = np.random.default_rng(0)
     deviations = [
@@ -144,8 +140,3 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
     assert observations.count(Configuration(1, 2, 32, 0, 0.5)) == 1
     with pytest.raises(InvalidArgument, match=r"all of a configuration but its scale must be whole. Found: .*8.5"):
         observations.add(Configuration(1, 1, 8.5), 0.1)
-
-
-def test_nothing_observed_is_no_table() -> None:
-    with pytest.raises(InvalidArgument, match=r"there must be at least one step time to fit a model to"):
-        Observations().step_times()
