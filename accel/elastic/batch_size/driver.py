@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.dataio.elastic_sampler import share_among
 from accel.elastic.batch_size.agreement import BatchAgreement
 from accel.elastic.batch_size.record import BatchRecord
 from accel.elastic.batch_size.report import BatchReport
@@ -25,7 +24,6 @@ from accel.elastic.batch_size.run_noise import RunNoise
 from accel.elastic.batch_size.steps import StepBatches, StepTimer
 from accel.elastic.learning_rate import StepRates
 from accel.elastic.scaling_rules import Rule
-from accel.profiler.host import seconds_since_start
 from accel.profiler.interruptions import ours
 from accel.profiler.loop import backward
 from accel.profiler.loop.observers import LoopObserver
@@ -163,7 +161,7 @@ class BatchRun(LoopObserver):
         if self._step.ended <= _FIRST_STEPS:
             TURNS.step(self)
         if not self.timer.start_s:
-            self.timer.start_s = seconds_since_start()
+            self.timer.end_first()
         is_busy = self._session.is_busy
         is_usual, self._is_first = not (self._is_first or is_busy or self.noise.is_measured), False
         self.noise.end_step(self._step.samples // self._sampler.num_replicas)
@@ -197,8 +195,7 @@ class BatchRun(LoopObserver):
         self._stop()
         self._step.close()
         if everywhere:
-            # At once: a change that was to come some batches later would outlive this one.
-            share_among(self._sampler, self._sampler.num_replicas, self._sampler.rank, self.record.local_base)
+            self.record.deal_plainly()
         if everywhere or self._sampler.num_replicas == 1:
             self.rates.close()
         elif self.record.base is not None:  # by what a step is from now on: the last one may have been short

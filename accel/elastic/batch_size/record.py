@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, cast
 
-from accel.dataio.elastic_sampler import ElasticSampler
+from accel.dataio.elastic_sampler import ElasticSampler, share_among
 from accel.device_memory import total_memory
 from accel.elastic.batch_size.choice import Shares
 from accel.elastic.batch_size.policy import BatchPolicy
@@ -129,6 +129,10 @@ class BatchRecord:
             if state.get("accumulated", 1) > 1 and steps > 1:
                 step.decide(local, steps)
         self.sampler.set_batch_size(local)
+
+    def deal_plainly(self) -> None:
+        """Deal the user's own batch at once; a change that was to come some batches later would outlive this one."""
+        share_among(self.sampler, self.sampler.num_replicas, self.sampler.rank, self.local_base)
 
     def _resumed(self, state: Mapping[str, Any], base: int) -> Shares:
         """Return how the first steps are dealt; more may be taken at once when that has been rehearsed."""

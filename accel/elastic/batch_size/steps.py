@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.batch_size.accumulation import GradientAccumulation
+from accel.profiler.host import seconds_since_start
 from accel.profiler.loop.observers import LoopObserver
 
 _CERTAIN = 3
@@ -50,6 +51,9 @@ class StepTimer(LoopObserver):
     def begin(self) -> None:
         """A step begins."""
         self._began = self._clock()
+
+    def end_first(self) -> None:
+        self.start_s = seconds_since_start()
 
 
 class StepBatches:

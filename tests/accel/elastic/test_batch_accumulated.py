@@ -9,9 +9,7 @@ import pytest
 from torch import nn
 
 from accel.elastic.batch_size.steps import batches_of_a_step
-from tests.accel.elastic.batch_loops import Clock, batch_run, clock, growing, job, noise
-
-__all__ = ["clock", "job", "noise"]
+from tests.accel.elastic.batch_loops import Clock, batch_run, growing
 
 
 @pytest.mark.parametrize(("most", "reached"), [(64, 64), (99, 99 // 2 * 2), (90, 90)])

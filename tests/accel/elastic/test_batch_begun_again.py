@@ -13,19 +13,7 @@ import accel
 from accel.elastic.running import progress_of
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
-from tests.accel.elastic.batch_loops import (
-    PLAIN,
-    Clock,
-    batch_run_of,
-    clock,
-    growing,
-    job,
-    noise,
-    nothing,
-    train,
-)
-
-__all__ = ["clock", "job", "noise"]
+from tests.accel.elastic.batch_loops import PLAIN, Clock, batch_run_of, growing, nothing, train
 
 
 def test_undo_goes_back_to_the_loops_batch_and_each_epoch_is_whole(job: Any, clock: Clock, noise: None) -> None:

@@ -18,22 +18,8 @@ from accel.elastic.options import Checkpointing
 from accel.elastic.sample_position import remaining_epochs
 from accel.elastic.scaling_rules import Linear
 from accel.errors import InvalidArgument
-from tests.accel.elastic.batch_loops import (
-    PLAIN,
-    Clock,
-    Numbered,
-    batch_run,
-    clock,
-    growing,
-    job,
-    known_noise,
-    noise,
-    nothing,
-    train,
-)
+from tests.accel.elastic.batch_loops import PLAIN, Clock, Numbered, batch_run, growing, known_noise, nothing, train
 from tests.accel.elastic.numbered_loop import fetched_ahead
-
-__all__ = ["clock", "job", "noise"]
 
 
 class OwnStep(torch.optim.SGD):

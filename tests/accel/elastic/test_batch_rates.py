@@ -13,9 +13,7 @@ import accel
 from accel import entry
 from accel.elastic.scaling_rules import BatchScale, Linear
 from accel.goodput.efficiency import NoiseInterval
-from tests.accel.elastic.batch_loops import PLAIN, Clock, batch_run, clock, growing, job, noise, nothing, train
-
-__all__ = ["clock", "job", "noise"]
+from tests.accel.elastic.batch_loops import PLAIN, Clock, batch_run, growing, nothing, train
 
 
 def test_each_step_runs_at_the_learning_rate_of_its_batch(job: Any, clock: Clock, noise: None) -> None:

@@ -20,21 +20,7 @@ from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.job import LostTime
 from accel.integrations.trackers import metrics
 from accel.session.session import Session
-from tests.accel.elastic.batch_loops import (
-    PLAIN,
-    Clock,
-    batch_run,
-    batch_run_of,
-    clock,
-    growing,
-    job,
-    known_noise,
-    noise,
-    nothing,
-    train,
-)
-
-__all__ = ["clock", "job", "noise"]
+from tests.accel.elastic.batch_loops import PLAIN, Clock, batch_run, batch_run_of, growing, known_noise, nothing, train
 
 
 def test_the_batch_grows_by_goodput_and_each_epoch_has_each_sample_once(job: Any, clock: Clock, noise: None) -> None:

@@ -19,9 +19,7 @@ import accel
 from accel.amp import DynamicLossScale, decorate
 from accel.elastic.batch_size.rehearsal import BatchRehearsal, is_out_of_memory
 from accel.profiler.host import ResidentMemory, resident_memory
-from tests.accel.elastic.batch_loops import PLAIN, Clock, Numbered, batch_run, clock, known_noise, nothing, train
-
-__all__ = ["clock"]
+from tests.accel.elastic.batch_loops import PLAIN, Clock, Numbered, batch_run, known_noise, nothing, train
 
 CPU = torch.device("cpu")
 GIB = 2**30

@@ -19,20 +19,8 @@ import accel
 from accel.dataio.elastic_sampler import ElasticSampler
 from accel.elastic.batch_size import loader as batch_loader
 from accel.elastic.running import save_checkpoint
-from tests.accel.elastic.batch_loops import (
-    PLAIN,
-    Clock,
-    Numbered,
-    as_rank,
-    batch_run,
-    clock,
-    known_noise,
-    nothing,
-    train,
-)
+from tests.accel.elastic.batch_loops import PLAIN, Clock, Numbered, as_rank, batch_run, known_noise, nothing, train
 from tests.accel.elastic.test_batch_loader import batches_of
-
-__all__ = ["clock"]
 
 
 def steps(samplers: list[ElasticSampler]) -> Iterator[list[list[int]]]:

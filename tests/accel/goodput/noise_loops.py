@@ -55,6 +55,12 @@ class StepClock:
         return self.now
 
 
+def with_meter(model: nn.Module) -> tuple[Optimizer, Kept, NoiseMeter]:
+    """Return an optimizer under which the weights stay, and what measures the model and keeps the measurements."""
+    optimizer, noise = torch.optim.SGD(model.parameters(), 0.0), Kept()
+    return optimizer, noise, meter_for(model, optimizer, noise=noise)
+
+
 def meter_for(model: nn.Module, *optimizers: Optimizer, **options: Any) -> NoiseMeter:
     """Return a meter that measures every other step of `train`."""
     meter = NoiseMeter(model, list(optimizers), **options)

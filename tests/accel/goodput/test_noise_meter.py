@@ -31,6 +31,7 @@ from tests.accel.goodput.noise_loops import (
     meter_for,
     per_sample_truth,
     train,
+    with_meter,
 )
 
 
@@ -105,8 +106,7 @@ def test_labels_of_pure_noise_give_no_certain_phi() -> None:
     """At the optimum of a regression on noise ‖μ‖² is 0: whatever φ is at a moment, its lower end stays at 0."""
     problem = Regression(dimensions=40, noise=1.0, seed=5)
     model = problem.model(0.0)
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    meter = meter_for(model, optimizer)
+    optimizer, _, meter = with_meter(model)
     lows = [
         meter.noise.estimate().low
         for _ in train(meter, model, optimizer, lambda _: problem.batch(16), half_square, steps=210)
@@ -136,9 +136,7 @@ def test_one_batch_has_the_noise_of_its_samples(make: Callable[[], nn.Module]) -
     model, x, y = make(), torch.randn(24, 12), torch.randint(0, 5, (24,))
     square, variance = per_sample_truth(model.double(), F.cross_entropy, x, y)
     model.float()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    noise = Kept()
-    meter = meter_for(model, optimizer, noise=noise)
+    optimizer, noise, meter = with_meter(model)
     finish(train(meter, model, optimizer, lambda _: (x, y), F.cross_entropy, steps=210))
     assert len(noise.all) > 90
     for sums in noise.all:
@@ -193,9 +191,7 @@ def test_clipping_does_not_touch_the_measurement() -> None:
 def test_loop_may_begin_to_accumulate_and_end_it() -> None:
     torch.manual_seed(0)
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    noise = Kept()
-    meter = meter_for(model, optimizer, noise=noise)
+    optimizer, noise, meter = with_meter(model)
     batch, loss = classifier(model)
     for accumulation in (1, 4, 1):
         finish(train(meter, model, optimizer, batch, loss, steps=30, accumulation=accumulation))
@@ -286,9 +282,7 @@ def test_several_optimizers_have_one_noise_scale() -> None:
 def test_steps_with_gradients_that_are_not_finite_are_skipped() -> None:
     torch.manual_seed(0)
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    noise = Kept()
-    meter = meter_for(model, optimizer, noise=noise)
+    optimizer, noise, meter = with_meter(model)
     batch, loss = classifier(model)
 
     def bad(output: Tensor, y: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from accel import amp, optim
 from accel.goodput.noise_scale import NoiseSums
-from tests.accel.goodput.noise_loops import Kept, meter_for, train
+from tests.accel.goodput.noise_loops import Kept, meter_for, train, with_meter
 
 
 def net() -> nn.Module:
@@ -167,9 +167,7 @@ def test_step_that_a_grad_scaler_leaves_out_says_nothing() -> None:
 
 def test_autocast_of_the_loop_is_replayed() -> None:
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    noise = Kept()
-    meter = meter_for(model, optimizer, noise=noise)
+    optimizer, noise, meter = with_meter(model)
     dtypes = []
     model.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
     around = partial(torch.autocast, "cpu", dtype=torch.bfloat16)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from accel.goodput.noise_meter import NoiseMeter
-from tests.accel.goodput.noise_loops import Kept, finish, meter_for, per_sample_truth, train
+from tests.accel.goodput.noise_loops import Kept, finish, meter_for, per_sample_truth, train, with_meter
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -69,9 +69,7 @@ def test_dropout_counts_as_noise_of_the_samples() -> None:
     """Per-sample gradients under the step's own masks are the oracle."""
     torch.manual_seed(0)
     model, x, y = net(nn.Dropout(0.5)), torch.randn(32, 12), torch.randint(0, 5, (32,))
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    noise = Kept()
-    meter = meter_for(model, optimizer, noise=noise)
+    optimizer, noise, meter = with_meter(model)
     ratios = []
     steps = train(meter, model, optimizer, lambda _: (x, y), F.cross_entropy, steps=140)
     state = torch.get_rng_state()
@@ -281,8 +279,7 @@ def test_what_has_no_parts_is_refused_with_its_reason(name: str) -> None:
 
 def test_a_model_that_is_called_twice_in_a_step_is_refused() -> None:
     model, other = net(), torch.randn(16, 12)
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    meter = meter_for(model, optimizer)
+    optimizer, _, meter = with_meter(model)
 
     def loss(output: Tensor, y: Tensor) -> Tensor:
         return (output * (meter.call(model, (other,), {}) if meter.wants_call else model(other))).sum()
@@ -293,8 +290,7 @@ def test_a_model_that_is_called_twice_in_a_step_is_refused() -> None:
 
 def test_gradients_after_an_update_are_refused() -> None:
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    meter = meter_for(model, optimizer)
+    optimizer, _, meter = with_meter(model)
     x, y = torch.randn(16, 12), torch.randint(0, 5, (16,))
 
     def update() -> None:
@@ -311,8 +307,7 @@ def test_gradients_after_an_update_are_refused() -> None:
 def test_refused_for_a_while_is_not_refused_for_good() -> None:
     """Two odd steps, then ordinary ones."""
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    meter = meter_for(model, optimizer)
+    optimizer, _, meter = with_meter(model)
     reasons = []
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -329,9 +324,7 @@ def test_refused_for_a_while_is_not_refused_for_good() -> None:
 
 def test_a_penalty_that_comes_later_is_noticed_when_it_is_looked_at_again() -> None:
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    noise = Kept()
-    meter = meter_for(model, optimizer, noise=noise)
+    optimizer, noise, meter = with_meter(model)
     penalty = penalised(model)
 
     def loss(output: Tensor, y: Tensor) -> Tensor:
