@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from accel.cluster.job_table import JobRow
 from accel.cluster.jobs import ClusterNode
-from accel.errors import AccelError, InvalidArgument
+from accel.errors import AccelError
 
 SAVE_S = 60.0
 """How long ranks may take for the step under way and their checkpoint."""
@@ -49,35 +49,3 @@ class Actuator(Protocol):
 
     def recover(self, row: JobRow) -> bool:
         """Take over what an earlier scheduler has started of a job, and return True; or end it, after a checkpoint."""
-
-
-def chosen_actuator(
-    slots: int | None,
-    address: str | None,
-    image: str | None,
-    claim: str | None,
-    mount: str | None,
-    namespace: str | None,
-    queue: str | None,
-    resource: str | None,
-) -> Actuator:
-    """Return what jobs are run by, from the options of `accel cluster up`.
-
-    Raises:
-        InvalidArgument: if an image comes without its volume, or beside a Ray cluster.
-    """
-    if image is not None:
-        from accel.cluster.kubernetes_actuator import KubernetesActuator
-        from accel.cluster.manifests import GPU, PodTemplate
-
-        if claim is None or mount is None or address is not None:
-            raise InvalidArgument("--image must come with --claim and --mount, and without --ray")
-        where = {"image": image, "claim": claim, "mount": mount, "namespace": namespace or "default"}
-        return KubernetesActuator(PodTemplate(**where, queue=queue, slots=resource or GPU))
-    if address is not None:
-        from accel.cluster.ray_actuator import RayActuator
-
-        return RayActuator(address, resource)
-    from accel.cluster.local_actuator import on_this_machine
-
-    return on_this_machine(slots)

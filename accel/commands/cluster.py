@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import click
 
-from accel.cluster.actuators import chosen_actuator
+from accel.cluster.actuators import Actuator
 from accel.cluster.job_table import JobRow, JobSpec, JobTable, claimed, scheduler_of
 from accel.cluster.manifests import GPU, PodTemplate, elastic_job
 from accel.cluster.policy import PolicyOptions, allocate
@@ -51,12 +51,15 @@ def up(
     apart: bool,
     metrics_port: int | None,
     slots: int | None,
-    **where: str | None,
+    address: str | None,
+    resource: str | None,
+    **pods: str | None,
 ) -> None:
     """Run the jobs of a cluster until it is interrupted; then each job is saved and stopped."""
     jobs = JobTable(folder)
     policy = functools.partial(allocate, options=PolicyOptions(keeps_links_apart=apart))
-    scheduler = Scheduler(jobs, chosen_actuator(slots, **where), interval, policy, say=click.echo)
+    actuator = _actuator(slots, address, resource, pods)
+    scheduler = Scheduler(jobs, actuator, interval, policy, say=click.echo)
     # Before the claim, by which `accel cluster down` finds this process.
     own = {number: signal.signal(number, lambda *_: scheduler.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -67,6 +70,23 @@ def up(
     finally:
         for number, handler in own.items():
             signal.signal(number, handler)
+
+
+def _actuator(slots: int | None, address: str | None, resource: str | None, pods: dict[str, str | None]) -> Actuator:
+    """Return what jobs are run by; only the one that is asked for is imported."""
+    if pods["image"] is not None:
+        if None in (pods["claim"], pods["mount"]) or address is not None:
+            raise InvalidArgument("--image must come with --claim and --mount, and without --ray")
+        from accel.cluster.kubernetes_actuator import KubernetesActuator
+
+        return KubernetesActuator(PodTemplate(**pods, slots=resource or GPU))  # type: ignore[arg-type]
+    if address is not None:
+        from accel.cluster.ray_actuator import RayActuator
+
+        return RayActuator(address, resource)
+    from accel.cluster.local_actuator import on_this_machine
+
+    return on_this_machine(slots)
 
 
 @cluster.command()

@@ -18,6 +18,7 @@ from accel import __version__
 from accel.errors import InvalidArgument
 from accel.files import check_folder, save
 from accel.report.terminal import Page
+from accel.report.words import count_text
 
 if TYPE_CHECKING:
     from accel.comm.doctor import Examination, NcclLog
@@ -106,11 +107,6 @@ def _read_log(log: Path) -> NcclLog:
         raise InvalidArgument(f"--log {log} is not an NCCL log: {error}") from None
 
 
-def _plural(level: str, count: int) -> str:
-    """Return the word for findings of a level."""
-    return _WORDS[level] + ("s" if count > 1 else "")
-
-
 def render(examination: Examination, width: int | None = None, color: bool | None = None) -> str:
     """Render the findings, the worst first.
 
@@ -120,7 +116,7 @@ def render(examination: Examination, width: int | None = None, color: bool | Non
     """
     page = Page(width, color)
     counts = Counter(finding.level for finding in examination.findings)
-    words = ", ".join(f"{counts[level]} {_plural(level, counts[level])}" for level in _STYLES if counts[level])
+    words = ", ".join(count_text(counts[level], _WORDS[level]) for level in _STYLES if counts[level])
     checks = len(examination.passed) + len({finding.check for finding in examination.findings})
     page.paragraph(f"network: {words or 'nothing found'} ({checks} checks)", "bold")
     for finding in examination.findings:

@@ -17,7 +17,7 @@ from accel.report.quiet_rich import Console, Table, Text, cell_len
 from accel.report.words import clean
 
 MAX_WIDTH = 100
-MIN_WIDTH = 60
+MIN_WIDTH = 20
 _MAX_DEPTH = 8
 """Depth from which nested rows are indented no further."""
 
@@ -132,7 +132,8 @@ def render(
 
     Args:
         document: what to show.
-        width: columns; None asks the terminal. The text is laid out for 60 to 100 columns.
+        width: columns; None asks the terminal. The text is never wider than `min(width, 100)`, readable down to 60;
+            below that tables lose columns, and below 20 it is laid out as for 20.
         color: whether to write ANSI codes; None writes them only to a terminal, and never when `NO_COLOR` is set.
         stream: where the text goes; None means stdout.
 

@@ -76,13 +76,10 @@ def parameters_of(optimizer: Optimizer) -> frozenset[int]:
 
 def _counting(called: Callable[[], None], target: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
     """Return a module's call that counts itself, if it is made with gradients in this thread."""
-    thread = get_ident()
+    before, _ = _counting_hooks(called, calls)
 
     def counting(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and get_ident() == thread:
-            calls[0] += 1
-            if not torch.compiler.is_compiling():
-                called()
+        before()
         return target(*args, **kwargs)
 
     return counting
@@ -92,13 +89,13 @@ def _counting_hooks(called: Callable[[], None], calls: list[int]) -> tuple[Calla
     """Return forward hooks that do the same."""
     thread = get_ident()
 
-    def before(module: Any, args: Any) -> None:
+    def before(*_: Any) -> None:
         if torch.is_grad_enabled() and get_ident() == thread:
             calls[0] += 1
             if not torch.compiler.is_compiling():
                 called()
 
-    return before, lambda module, args, output: None
+    return before, lambda *_: None
 
 
 def _size(module: nn.Module) -> int:

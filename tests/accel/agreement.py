@@ -219,7 +219,8 @@ def _forms(report: ProfileReport) -> Iterator[str]:
     parts = [words.verdict_text(report), words.unattributed_text(report)]
     for finding in report.findings:
         parts += [finding.title, words.effect_text(finding), *finding.why]
-    parts += [row.percent for row in words.tree(report.evidence)]
+    if report.evidence is not None:
+        parts += [f"{100 * node.share:.1f} %" for _, node in words.tree(report.evidence)]
     cells = [words.roof_share_text(op, report.roofline) for op in report.ops]
     parts += [word for cell in cells for word in cell.split()]
     parts += words.roof_notes(report.ops, report.roofline)

@@ -175,7 +175,7 @@ def test_stream_without_unicode_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("make", [run_reports.hostile, profile_reports.hostile], ids=["run", "profile"])
 @settings(deadline=None)  # the machine may be busy
-@given(text=texts, number=st.floats(), width=st.integers(60, 300))
+@given(text=texts, number=st.floats(), width=st.integers(20, 300))
 @example(text="x", number=1e308, width=100)
 @example(text="x", number=-0.0, width=60)
 @example(text="[red]x[/]", number=1.0, width=100)
