@@ -22,7 +22,7 @@ from types import FrameType, TracebackType
 
 log = logging.getLogger("accel")
 
-_ACCEL, _PYTHON = (os.path.join(path, "") for path in (os.path.dirname(os.path.dirname(__file__)), get_path("stdlib")))
+ACCEL, _PYTHON = (os.path.join(path, "") for path in (os.path.dirname(os.path.dirname(__file__)), get_path("stdlib")))
 _TORCH = os.path.join(*(getattr(find_spec("torch"), "submodule_search_locations", None) or ["torch"]), "")
 _LIBRARIES = {"accel", "filelock", "numpy", "sympy", "torch", "triton", *sys.stdlib_module_names}
 """Packages whose errors code of ours or of torch's may meet."""
@@ -74,7 +74,7 @@ def is_of_the_loop(kind: type[BaseException]) -> bool:
 def place_of(frame: FrameType) -> str:
     """Return whose code a frame runs: "accel", "torch", "python" (the standard library) or "loop" (all others)."""
     path = frame.f_code.co_filename
-    if path.startswith(_ACCEL):
+    if path.startswith(ACCEL):
         return "accel"
     if path.startswith(_TORCH):
         return "torch"

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.diagnose import anatomy as anatomies
-from accel.profiler.diagnose import consistency
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CROWDS, PHASES_OF
-from accel.profiler.diagnose.consistency import PhaseShares
-from accel.profiler.diagnose.findings import SURE, WORTH, collected, finding, thread_text
+from accel.profiler.diagnose.findings import SURE, WORTH, PhaseShares, collected, finding, thread_text, within_phases
 from accel.profiler.diagnose.rules import RULES
 from accel.profiler.diagnose.step_times import wait_as_communication
 from accel.profiler.evidence import SHARED_CORES, Evidence
@@ -90,7 +88,7 @@ def diagnose(evidence: Evidence, *, min_steps: int = MIN_STEPS) -> Diagnosis:
     if any(f.cause == "launch.small_ops" and _is_sure(f, beside_others) for f in findings):
         # The update is part of that.
         findings = [f for f in findings if f.cause != "optimizer.update"]
-    findings = consistency.within_phases(findings, PhaseShares.of_anatomy(anatomy))
+    findings = within_phases(findings, PhaseShares.of_anatomy(anatomy))
     result.findings = ordered([f for f in findings if _is_sure(f, beside_others)])
     result.borderline = ordered([f for f in findings if f not in result.findings])
     result.refused = too_close(result.findings)

@@ -108,7 +108,7 @@ def offers_of(state: SearchState) -> dict[str, float]:
 def limit(report: Report, state: SearchState) -> None:
     """Set what limits the run, with a share that agrees with the anatomy."""
     from accel.profiler.diagnose.causes import PHASES_OF
-    from accel.profiler.diagnose.consistency import PhaseShares
+    from accel.profiler.diagnose.findings import PhaseShares
 
     diagnosis = state.diagnosis if state.plan or state.searching else state.plain_diagnosis
     total = sum(report.anatomy_after.values())

@@ -104,7 +104,7 @@ FAULTS = [
     ),
     *faults(
         "verdict",
-        "accel.profiler.diagnose.consistency",
+        "accel.profiler.diagnose.findings",
         ("tests/profiler/test_consistency.py",),
         contradictions_stand=(
             "leaves findings that the phases contradict",

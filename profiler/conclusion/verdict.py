@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from accel.profiler import naming
-from accel.profiler.diagnose import consistency, findings
+from accel.profiler.diagnose import findings
 from accel.profiler.diagnose.anatomy import Anatomy
 from accel.profiler.diagnose.causes import CAUSES, CROWDS, switched_with
-from accel.profiler.diagnose.consistency import BATCHES, OWN_CODE, PhaseShares
-from accel.profiler.diagnose.findings import NEAR, SURE, WORTH, about
+from accel.profiler.diagnose.findings import BATCHES, NEAR, OWN_CODE, SURE, WORTH, PhaseShares, about
 from accel.profiler.diagnose.step_times import wait_as_communication
 from accel.profiler.evidence import Evidence
 from accel.profiler.naming import Diagnosis
@@ -83,7 +82,7 @@ def _beside(evidence: Evidence, diagnosis: Diagnosis) -> str:
 def conclude(report: ProfileReport, anatomy: Anatomy) -> None:
     """Write the verdict and the next steps, with findings that fit the phases."""
     if report.evidence is not None:
-        report.findings = naming.ordered(consistency.within_phases(report.findings, PhaseShares.of_anatomy(anatomy)))
+        report.findings = naming.ordered(findings.within_phases(report.findings, PhaseShares.of_anatomy(anatomy)))
         if not report.refused or report.refused.startswith(naming.OVERLAP):
             report.refused = naming.too_close(report.findings)
     report.bottleneck = "" if report.refused else report.findings[0].bottleneck if report.findings else "none"
@@ -424,7 +423,7 @@ def _confirmed_earlier(
             continue
         room = shares.get(finding.cause, phases.room(finding.cause))
         if room >= WORTH:
-            kept.append(consistency.within(finding, room))
+            kept.append(findings.within(finding, room))
         else:
             gone.append(
                 f"{finding.cause} held up the steps of the experiment (removing it saved "

@@ -72,13 +72,6 @@ class TapeReader:
         self._shape: Hashable = None
         self._first = False
 
-    def drop(self, steps: int, *, until: float, phase: str) -> None:
-        """Leave out so many steps that will not be read, which ended at a time and in a phase."""
-        self._steps += steps
-        self.aside_s, self.phase = 0.0, phase
-        self.reset()
-        self._began = self.last = until
-
     def read(self, tape: list[Any]) -> list[Measurement]:
         """Return the steps that end on a tape, and clear it: 4 µs a step."""
         ended: list[Measurement] = []

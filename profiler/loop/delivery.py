@@ -15,11 +15,8 @@ from accel.profiler.loop.clock import CUT, RESUME, StepClock
 from accel.profiler.loop.steps import EndingOptimizer
 from accel.profiler.phases import Measurement
 
-KEPT_STEPS = 20_000
-"""The last steps that are kept: 20 MB, and for a while up to twice as much."""
-MIN_STEPS, MAX_STEPS, SECONDS = 64, 512, 1.0
-"""A segment has as many steps as take a second, within these bounds. With 64 always, handing segments over and the
-readings that come with that cost 1 µs of a step of 70 µs."""
+SEGMENT = 64
+"""Steps between two readings that are not made at each step."""
 
 
 class Delivery:
@@ -32,13 +29,13 @@ class Delivery:
 
     Attributes:
         on_step: called between two steps with the step just ended; its time belongs to no step.
-        on_segment: called between two steps in place of `on_step` while `deferred` is set, every 64 to 512 steps.
-        deferred: True leaves the tape unparsed, since parsing costs 4 µs a step; `catch_up` parses it and calls
-            `on_step` for these steps.
+        on_segment: called between two steps in place of `on_step` while `deferred` is set, every 64 steps.
+        deferred: True leaves the tape unparsed until it is long, since parsing costs 4 µs a step; `catch_up` parses it.
+            `on_step` is called for these steps then.
         steps: whole steps so far.
         step_s: seconds in steps, the first left out.
         failed: why recording has stopped, '' while it goes on.
-        keep_steps: so many of the last steps are on the tape while `deferred` is set, and up to twice as many.
+        keep_steps: so many are left on the tape, and so many of the last ones are to be kept: 20 MB.
     """
 
     def __init__(self, clock: StepClock, thread: int, is_learning: Callable[[], bool]) -> None:
@@ -52,12 +49,9 @@ class Delivery:
         self.step_s = 0.0
         self.failed = ""
         self.first_boundary = self.last_boundary = 0.0
-        self.keep_steps = KEPT_STEPS
+        self.keep_steps = 20_000
+        self._segment_steps = 1
         self._taped_steps = 0
-        self._half: tuple[int, int, float, str] | None = None
-        """Of a long tape, the older half: its length, its steps, when it ended, s, and in which phase."""
-        self._segment_steps, self._segment_at = 1, 0.0
-        """Steps of the segment under way, and when it began, s."""
 
     def boundary(self) -> None:
         """End the open step at the last mark, and begin the next one there."""
@@ -88,38 +82,20 @@ class Delivery:
         hot = self.hot
         if self.deferred:
             self.steps += self._segment_steps
-            self._limit_tape()
+            self._taped_steps += self._segment_steps
+            self.clock.reads_early = False
+            if self._taped_steps >= self.keep_steps:
+                self._parse()
             self.on_segment()
         else:
             for measured in self.clock.read():
                 self.steps += 1
                 self._record(measured)
-        hot.steps_left = self._segment_steps = self._next_segment() if self.deferred else 1
+        hot.steps_left = self._segment_steps = SEGMENT if self.deferred else 1
         hot.learning = self._is_learning()
         hot.counting = True
         hot.iterator = None  # the next batch takes the slow path, which counts it
         self.clock.write((RESUME, self.clock.now()))
-
-    def _limit_tape(self) -> None:
-        """Drop the older half of a tape that has become twice as long as it must be."""
-        tape = self.clock.tape
-        self.clock.reads_early = False
-        self._taped_steps += self._segment_steps
-        if self._half is None and self._taped_steps >= self.keep_steps:
-            self._half = len(tape), self._taped_steps, self.clock.now(), self.clock.code
-        elif self._half is not None and self._taped_steps >= 2 * self.keep_steps:
-            length, steps, ended, phase = self._half
-            del tape[:length]
-            self._taped_steps, self._half = self._taped_steps - steps, None
-            self.clock.reader.drop(steps, until=ended, phase=phase)
-            self.first_boundary, self.step_s = ended, 0.0
-
-    def _next_segment(self) -> int:
-        """Return how many steps the next segment should have."""
-        now = self.clock.now()
-        step_s = (now - self._segment_at) / self._segment_steps
-        self._segment_at = now
-        return max(MIN_STEPS, min(MAX_STEPS, int(SECONDS / step_s) if step_s > 0 else MAX_STEPS))
 
     def _record(self, measured: Measurement) -> None:
         self.last_boundary = self.clock.reader.cut_at
@@ -134,6 +110,7 @@ class Delivery:
         self.guarded(self._parse)
 
     def _parse(self) -> None:
+        self._taped_steps = 0
         for measured in self.clock.read():
             self._record(measured)
 

@@ -12,15 +12,14 @@ from __future__ import annotations
 import ast
 import linecache
 import os
-import sys
 import sysconfig
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from types import FrameType
 
-_HERE = str(Path(__file__).resolve().parents[1])  # the profiler's folder
+from accel.profiler.interruptions import ACCEL
+
 _LIBRARY = tuple(
     {
         os.path.realpath(path) + os.sep
@@ -32,17 +31,10 @@ _LIBRARY = tuple(
 
 @lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
-    """Return whether a source file is the user's: not Python's, not an installed package's, not the profiler's."""
-    if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
+    """Return whether a source file is the user's: not Python's, not an installed package's, not accel's."""
+    if file.startswith(("<", ACCEL)) or "site-packages" in file or "dist-packages" in file:
         return False
-    real = os.path.realpath(file)
-    return not real.startswith((*_LIBRARY, _HERE + os.sep)) and not _is_accels(real)
-
-
-def _is_accels(real: str) -> bool:
-    package = sys.modules.get("accel")
-    home = getattr(package, "__file__", None)
-    return home is not None and real.startswith(os.path.dirname(os.path.realpath(home)) + os.sep)
+    return not os.path.realpath(file).startswith(_LIBRARY)
 
 
 def users_frames(frame: FrameType | None) -> list[tuple[str, int]]:

@@ -51,6 +51,7 @@ class ThreadLimit:
         others = self._meter.cores()
         if others is None:  # the run is too young, or the system does not tell
             return self._clock() - self._since >= _LONG_ENOUGH_S
+        self._since = self._clock()
         if not self._looks_again and others > _PERHAPS * cores:
             self._looks_again = True
             return False

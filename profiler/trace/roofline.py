@@ -128,9 +128,8 @@ def _timer(statement: str, names: dict[str, Any], device: torch.device, threads:
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Disable autocast and gradients; restore the number of threads and free the memory afterwards."""
+    """Disable autocast and gradients, and free the memory afterwards."""
     with ExitStack() as stack:
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
         reserved = 0

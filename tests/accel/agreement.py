@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from accel.profiler import report as schema
-from accel.profiler.diagnose.consistency import BATCHES, OWN_CODE, PhaseShares
+from accel.profiler.diagnose.findings import BATCHES, OWN_CODE, PhaseShares
 from accel.profiler.report import Node, ProfileReport
 from accel.report import Report, words
 from accel.report.rendering import as_page, as_text

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from accel.profiler import naming
 from accel.profiler.conclusion import verdict
 from accel.profiler.diagnose import anatomy as anatomies
-from accel.profiler.diagnose import consistency
+from accel.profiler.diagnose import findings
 from accel.profiler.diagnose.causes import CAUSES, CROWDS
-from accel.profiler.diagnose.consistency import BATCHES, OWN_CODE, PhaseShares
+from accel.profiler.diagnose.findings import BATCHES, OWN_CODE, PhaseShares
 from accel.profiler.evidence import (
     Evidence,
     LineTime,
@@ -198,7 +198,7 @@ def test_an_experiment_may_save_more_of_its_own_steps_than_the_phases_hold_of_th
     finding = Finding(cause="input.cpu", bottleneck="input", title="", why=[], remedy="", share=0.4)
     finding.measured = Saving(value=low + 0.05, low=low, high=low + 0.1)
 
-    (kept,) = consistency.within_phases([finding], PhaseShares(shares={"data": 0.4}))
+    (kept,) = findings.within_phases([finding], PhaseShares(shares={"data": 0.4}))
 
     assert kept.measured == Saving(value=0.4, low=pytest.approx(0.4 * low / (low + 0.05)), high=0.4)
     said = f"the experiment saved {low + 0.05:.0%} of its own steps, and the phases hold 40% of the mean step"

@@ -22,6 +22,7 @@ from accel.profiler.naming import Diagnosis, diagnose
 from accel.profiler.phases import Measurement
 from accel.profiler.report import Experiment
 from tests.played_events import Event
+from tests.profiler.test_whatif import from_fifth_step
 
 MS = 1e-3
 WARM_UP = 60
@@ -269,20 +270,7 @@ def test_what_holds_the_device_up_is_named(name: str, timed: int, monkeypatch: p
 
 def tried(loop: Loop, switch: Counterfactual) -> Experiment:
     backlog = Backlog(loop.gpu.now, loop.gpu.drain, loop.gpu.event)
-    course = experiment(switch, loop.recorder, backlog)
-    ended: list[Experiment] = []
-
-    def step(measured: Measurement) -> None:
-        loop.steps.append(measured)
-        if len(loop.steps) == 5:
-            next(course)
-        elif len(loop.steps) > 5 and not ended:
-            try:
-                course.send(measured)
-            except StopIteration as end:
-                ended.append(end.value)
-
-    loop.recorder.delivery.on_step = step
+    ended = from_fifth_step(loop.recorder, experiment(switch, loop.recorder, backlog))
     loop.recorder.start()
     try:
         for _ in loop.run():

@@ -93,19 +93,6 @@ def test_nothing_in_the_process_moves() -> None:
     assert (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()) == (torch.float64, 2, True)
 
 
-def test_the_threads_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(2)
-
-    def fail(*_: object) -> float:
-        torch.set_num_threads(1)
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(roofline, "_shortest_s", fail)
-    with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        measure(CPU, [torch.float32], threads=1)
-    assert torch.get_num_threads() == 2
-
-
 @pytest.mark.gpu
 def test_a_gpus_limits() -> None:
     device = torch.device("cuda")

@@ -14,8 +14,7 @@ from accel.profiler.experiments.counterfactuals import StaleReads, no_waiting
 from accel.profiler.experiments.whatif import STUCK, experiment
 from accel.profiler.loop.patches import READS
 from accel.profiler.loop.recorder import Recorder
-from accel.profiler.phases import Measurement
-from accel.profiler.report import Experiment
+from tests.profiler.test_whatif import from_fifth_step
 
 
 def waits(tensor: Tensor) -> bool:
@@ -177,24 +176,8 @@ def test_a_loop_that_leaves_out_each_nan_goes_on(micro_batches: int) -> None:
     model = nn.Linear(2, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     switch, recorder = StaleReads(waits=lambda tensor: tensor.dtype == torch.bool), Recorder()
-    seen = 0
-    ended: list[Experiment] = []
     poisoned: list[int] = []
-
-    course = experiment(no_waiting(switch), recorder)
-
-    def step(measured: Measurement) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == 5:
-            next(course)
-        elif seen > 5 and not ended:
-            try:
-                course.send(measured)
-            except StopIteration as end:
-                ended.append(end.value)
-
-    recorder.delivery.on_step = step
+    ended = from_fifth_step(recorder, experiment(no_waiting(switch), recorder))
     recorder.start()
     try:
         for number in range(2000):

@@ -74,6 +74,13 @@ def test_threads_are_no_more_than_the_free_cores(
     assert host.threads == threads
 
 
+def test_a_second_look_is_given_time_however_late_the_first_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(monkeypatch, [0.98, None, 0.99], cores=2, threads=2)
+    host.now = 5.0
+    assert host.begin() == 2
+    assert host.threads == 1
+
+
 def test_a_system_that_does_not_tell_costs_no_more_than_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(monkeypatch, [None] * 20, cores=2, threads=2)
     assert host.begin() == 3

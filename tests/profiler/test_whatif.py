@@ -58,6 +58,25 @@ def drive(
     raise AssertionError("it never ended")
 
 
+def from_fifth_step(recorder: Recorder, course: Generator[None, Measurement, Experiment]) -> list[Experiment]:
+    """Let an experiment begin with the fifth step that is recorded; return a list that gets it once it has ended."""
+    seen: list[Measurement] = []
+    ended: list[Experiment] = []
+
+    def step(measured: Measurement) -> None:
+        seen.append(measured)
+        if len(seen) == 5:
+            next(course)
+        elif len(seen) > 5 and not ended:
+            try:
+                course.send(measured)
+            except StopIteration as end:
+                ended.append(end.value)
+
+    recorder.delivery.on_step = step
+    return ended
+
+
 @pytest.mark.parametrize(("factor", "verdict"), [(0.4, "keep"), (1.0, "drop"), (1.5, "drop")])
 def test_an_experiment_measures_what_the_switch_gives(factor: float, verdict: str) -> None:
     switch, dice = Switch(), random.Random(0)
