@@ -84,10 +84,7 @@ class Script:
     def _code_of_file(self) -> types.CodeType:
         path = os.path.abspath(self._target)
         _set_first_on_path(os.path.dirname(os.path.realpath(path)))  # links are followed for this, not for __file__
-        # As Python does since 3.9: the absolute path, valid wherever the script goes.
-        self.globals.update(
-            __file__=path, __builtins__=builtins, __spec__=None, __loader__=None, __annotations__={}, __cached__=None
-        )
+        self._set_globals(__file__=path)  # as Python does since 3.9: the absolute path, valid wherever the script goes
         return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
 
     def _code_of_module(self) -> types.CodeType:
@@ -100,16 +97,13 @@ class Script:
         if spec is None or not isinstance(code, types.CodeType):
             raise ImportError(f"no module named {self._target!r} that can be run; packages need a __main__.py")
         sys.argv[0] = spec.origin or self._target
-        self.globals.update(
-            __file__=spec.origin,
-            __builtins__=builtins,
-            __spec__=spec,
-            __loader__=loader,
-            __package__=spec.parent,
-            __annotations__={},
-            __cached__=spec.cached,
-        )
+        more = {"__spec__": spec, "__loader__": loader, "__package__": spec.parent, "__cached__": spec.cached}
+        self._set_globals(__file__=spec.origin, **more)
         return code
+
+    def _set_globals(self, **names: Any) -> None:
+        none = dict.fromkeys(("__spec__", "__loader__", "__cached__"))
+        self.globals.update({**none, "__builtins__": builtins, "__annotations__": {}, **names})
 
     def __enter__(self) -> Script:
         self._termination.begin()

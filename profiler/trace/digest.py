@@ -223,14 +223,12 @@ class CallGroup:
     @property
     def flops(self) -> float | None:
         """Of all that computed."""
-        return self._all(operators.flops(self.call.name, self.call.shapes, self.call.scalars) if self.call else None)
+        return self._all(self.call.flops if self.call else None)
 
     @property
     def bytes(self) -> float | None:
         """Read and written by all that computed."""
-        return self._all(
-            operators.moved_bytes(self.call.name, self.call.shapes, self.call.dtypes) if self.call else None
-        )
+        return self._all(self.call.moved_bytes if self.call else None)
 
     def _all(self, each: float | None) -> float | None:
         return None if each is None or not self.computing else each * self.computing
@@ -336,6 +334,5 @@ def _is_tiny(group: CallGroup) -> bool:
     call = group.call
     if group.kind == "other" or call is None:
         return False
-    moved = operators.moved_bytes(call.name, call.shapes, call.dtypes)
-    flops = operators.flops(call.name, call.shapes, call.scalars) or 0.0
+    moved, flops = call.moved_bytes, call.flops or 0.0
     return moved is not None and moved / _BYTES_PER_US + flops / _FLOPS_PER_US < _TINY_US

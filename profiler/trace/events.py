@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from accel.profiler.trace import intervals
+from accel.profiler.trace import operators
+from accel.profiler.trace.intervals import Interval
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,12 +27,26 @@ class OperatorCall:
     dtypes: Sequence[str] = ()
     scalars: Sequence[Any] = ()
 
+    @property
+    def flops(self) -> float | None:
+        """Floating-point operations; None where they are not known."""
+        return operators.flops(self.name, self.shapes, self.scalars)
+
+    @property
+    def moved_bytes(self) -> float | None:
+        """Bytes read and written; None where they are not known."""
+        return operators.moved_bytes(self.name, self.shapes, self.dtypes)
+
 
 @dataclass(slots=True, kw_only=True)
-class Work(intervals.DeviceRun):
+class Work:
     """One piece of device work."""
 
     name: str
+    start: float
+    end: float
+    launch: float | None = None
+    """When the host launched it; None if that was not recorded."""
     kind: Literal["kernel", "memory", "copy in", "copy out"] = "kernel"
     """`memory` is a memset or a copy on the device."""
     operator: int = 0
@@ -56,10 +71,10 @@ class Wait:
 class Trace:
     """Everything recorded in a window."""
 
-    window: intervals.Interval
+    window: Interval
     calls: list[OperatorCall]
     works: list[Work] | None = None
     """None without a GPU."""
     waits: list[Wait] = field(default_factory=list)
-    updates: list[intervals.Interval] = field(default_factory=list)
+    updates: list[Interval] = field(default_factory=list)
     """When the host was in an optimizer's step."""

@@ -6,19 +6,9 @@ All times are in one unit, on one clock; an interval is (start, end) with start 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 Interval = tuple[float, float]
-
-
-@dataclass(slots=True, kw_only=True)
-class DeviceRun:
-    """An interval in which the device did something."""
-
-    start: float
-    end: float
-    launch: float | None = None
-    """When the host launched it; None if that was not recorded."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -63,8 +53,8 @@ def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
     return [(start, end) for start, end in parts if start < end]
 
 
-def starved(runs: Iterable[DeviceRun], window: Interval) -> list[Interval]:
-    """Return when the idle device waited for a launch inside the window.
+def starved(works: Iterable[Any], window: Interval) -> list[Interval]:
+    """Return when the idle device waited for a launch inside the window, by its pieces of work.
 
     A gap counts if what ends it was launched after the gap began: the queue was empty and the host was late. A gap
     whose next run had been queued before (it waited for another stream, or for the launch to arrive) does not. The
@@ -73,12 +63,12 @@ def starved(runs: Iterable[DeviceRun], window: Interval) -> list[Interval]:
     an idle device, whatever the loop does.
     """
     gaps: list[Interval] = []
-    ordered = sorted((run for run in runs if run.start < window[1]), key=lambda run: run.start)
+    ordered = sorted((work for work in works if work.start < window[1]), key=lambda work: work.start)
     free = ordered[0].end if ordered else 0.0
-    for run in ordered[1:]:
-        if run.start > free and run.launch is not None and run.launch >= free:
-            gaps.append((free, run.start))
-        free = max(free, run.end)
+    for work in ordered[1:]:
+        if work.start > free and work.launch is not None and work.launch >= free:
+            gaps.append((free, work.start))
+        free = max(free, work.end)
     return gaps
 
 

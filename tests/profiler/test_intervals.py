@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.profiler.trace.intervals import DeviceRun, Interval, clip, length, minus, parents, starved, union
+from accel.profiler.trace.events import Work
+from accel.profiler.trace.intervals import Interval, clip, length, minus, parents, starved, union
 
 POINTS = st.integers(0, 40)  # few enough points that ends meet, intervals repeat and some are empty
 INTERVALS = st.lists(st.tuples(POINTS, POINTS).map(lambda pair: (float(min(pair)), float(max(pair)))), max_size=12)
@@ -70,32 +71,32 @@ def test_parents_of_calls_in_calls() -> None:
     ],
 )
 def test_a_gap_is_the_hosts_if_the_queue_was_empty(launch: float | None, waited: float) -> None:
-    runs = [DeviceRun(start=0, end=10, launch=-5), DeviceRun(start=20, end=30, launch=launch)]
+    runs = [Work(name="", start=0, end=10, launch=-5), Work(name="", start=20, end=30, launch=launch)]
 
     assert length(starved(runs, (0.0, 30.0))) == waited
 
 
 def test_another_streams_work_fills_a_gap() -> None:
     runs = [
-        DeviceRun(start=0, end=10, launch=0),
-        DeviceRun(start=5, end=18, launch=1),
-        DeviceRun(start=20, end=30, launch=19),
+        Work(name="", start=0, end=10, launch=0),
+        Work(name="", start=5, end=18, launch=1),
+        Work(name="", start=20, end=30, launch=19),
     ]
 
     assert starved(runs, (0.0, 30.0)) == [(18, 20)]
 
 
 def test_what_precedes_the_first_run_and_what_follows_the_last_one_do_not_count() -> None:
-    first = DeviceRun(start=4, end=6, launch=3)
+    first = Work(name="", start=4, end=6, launch=3)
     assert starved([first], (0.0, 100.0)) == []
     assert starved([], (0.0, 100.0)) == []
-    assert starved([first, DeviceRun(start=120, end=130, launch=119)], (0.0, 100.0)) == []
+    assert starved([first, Work(name="", start=120, end=130, launch=119)], (0.0, 100.0)) == []
 
 
 @given(INTERVALS, st.lists(st.floats(0, 40), min_size=12, max_size=12))
 def test_no_more_is_waited_than_is_idle(intervals: list[Interval], launches: list[float]) -> None:
     runs = [
-        DeviceRun(start=start, end=end, launch=launch)
+        Work(name="", start=start, end=end, launch=launch)
         for (start, end), launch in zip(intervals, launches, strict=False)
     ]
 
