@@ -45,7 +45,7 @@ class RememberedPlans:
         self._key: dict[str, Any] = {}
         self._last: RememberedSearch | None = None
         self.interrupted = ""
-        """Why the remembered plan is not to be tried; see `accel.search.remembered.PlanMemory`."""
+        """Why the remembered plan is not to be tried: a run ended without notice while it checked it; else ''."""
         self.note = ""
         """For the report: the file, or why there is none."""
         self._passed_over = ""

@@ -53,8 +53,8 @@ def rank(state: SearchState, candidate: Candidate) -> tuple[int, ...]:
 
 def _treats_most(state: SearchState, candidate: Candidate, share: float = _MOST) -> bool:
     """Tell whether a candidate treats the first cause, if that takes more than a share of the step."""
-    first = next(iter(state.diagnosis.findings), None)
-    return first is not None and first.share > share and Bottleneck(first.bottleneck) in candidate.strategy.treats
+    causes = state.diagnosis.findings[:1]
+    return any(each.share > share and Bottleneck(each.bottleneck) in candidate.strategy.treats for each in causes)
 
 
 def _leads(state: SearchState, candidate: Candidate) -> bool:

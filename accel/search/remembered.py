@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from accel.profiler.interruptions import ours
 from accel.profiler.typed_json import UnreadableJson
 from accel.search.plan import Choices
 
 if TYPE_CHECKING:
+    from accel.cache.remembered_plans import RememberedPlans
     from accel.search.state import Candidate
 
 MOST_DAYS = 30
@@ -54,27 +55,6 @@ class RememberedSearch:
         return dataclasses.replace(self, searched="", run_s=0.0) == dataclasses.replace(other, searched="", run_s=0.0)
 
 
-class PlanMemory(Protocol):
-    """Keeps what was found from run to run, for runs like this one."""
-
-    interrupted: str
-    """Why the remembered plan is not to be tried: a run ended without notice while it checked it; else ''."""
-    note: str
-    """For the report: where it is kept, or why it is not."""
-
-    def recall(self) -> RememberedSearch | None:
-        """Return what is remembered, None if nothing is; never raises."""
-
-    def begin_check(self) -> None:
-        """Note that this process checks the plan now; `store` and `forget` end it."""
-
-    def store(self, search: RememberedSearch) -> None:
-        """Remember this from now on; never raises."""
-
-    def forget(self) -> None:
-        """Remember nothing; never raises."""
-
-
 class RememberedPlan:
     """Use what an earlier run has found, and pass on what this one finds.
 
@@ -84,7 +64,7 @@ class RememberedPlan:
 
     what = "the remembered plan"
 
-    def __init__(self, memory: PlanMemory | None, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, memory: RememberedPlans | None, now: Callable[[], float] = time.time) -> None:
         self._memory, self._now = memory, now
         self._earlier: RememberedSearch | None = None
         """What stands of the earlier run, if no check has shown otherwise."""

@@ -37,11 +37,12 @@ from accel.run.host_load import SHORTEST_LOOK_S, HostLoad
 from accel.search.budget import Budget
 from accel.search.plan import Choices
 from accel.search.recipes import Recipe
-from accel.search.remembered import PlanMemory, RememberedPlan
+from accel.search.remembered import RememberedPlan
 from accel.strategies.base import Strategy, designed, is_compared, why_not
 from accel.strategies.trial_design import TrialDesign
 
 if TYPE_CHECKING:
+    from accel.cache.remembered_plans import RememberedPlans
     from accel.profiler.naming import Diagnosis
 
 _NOT_ASKED = "the other ranks are about to prepare it"
@@ -227,7 +228,7 @@ class SearchState:
     say: Callable[[str], None] = lambda line: None
     replay: Choices | None = None
     """Choices to take over from a plan, without a search."""
-    memory: PlanMemory | None = None
+    memory: RememberedPlans | None = None
     """Keeps what is found from run to run; None remembers nothing."""
     startup_s: Callable[[], float] = lambda: 0.0
     ran_s: Callable[[], float] = lambda: 0.0

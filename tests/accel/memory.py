@@ -5,13 +5,14 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
+from accel.cache.remembered_plans import RememberedPlans
 from accel.search.remembered import RememberedSearch
 
 DAY_S = 86400.0
 NOW = datetime.fromisoformat("2026-11-23T12:00:00+00:00").timestamp()
 
 
-class FakeMemory:
+class FakeMemory(RememberedPlans):
     """Keeps one result, and a list of what was asked of it."""
 
     def __init__(self, search: RememberedSearch | None = None, interrupted: str = "") -> None:
