@@ -14,7 +14,7 @@ from accel.profiler.typed_json import UnreadableJson
 from accel.search.plan import Choices
 
 if TYPE_CHECKING:
-    from accel.cache.remembered_plans import RememberedPlans
+    from accel.cache.remembered_plans import RememberedPlans as RememberedPlans
     from accel.search.state import Candidate
 
 MOST_DAYS = 30

@@ -42,8 +42,8 @@ from accel.strategies.base import Strategy, designed, is_compared, why_not
 from accel.strategies.trial_design import TrialDesign
 
 if TYPE_CHECKING:
-    from accel.cache.remembered_plans import RememberedPlans
     from accel.profiler.naming import Diagnosis
+    from accel.search.remembered import RememberedPlans
 
 _NOT_ASKED = "the other ranks are about to prepare it"
 _FEWEST = 5

@@ -117,14 +117,3 @@ def test_exhausted_means_that_no_waiting_helps(budget: Budget, spent: float, exp
     # Long enough for any share; a rounding of the product must not matter.
     some_day = 2 * (spent + expected) / budget.share
     assert budget.exhausted(spent, expected) != budget.allows(spent=spent, expected=expected, elapsed=some_day)
-
-
-@given(budget=shares, spent=seconds, expected=seconds)
-def test_a_share_is_never_exhausted(budget: Budget, spent: float, expected: float) -> None:
-    assert not budget.exhausted(spent, expected)
-
-
-@given(budget=budgets, cost=positive)
-def test_nothing_that_costs_is_allowed_before_the_run_has_begun(budget: Budget, cost: float) -> None:
-    assert not budget.allows(spent=0.0, expected=cost, elapsed=0.0)
-    assert budget.allows(spent=0.0, expected=0.0, elapsed=0.0)

@@ -32,10 +32,3 @@ def test_a_large_gain_is_found_beside_other_processes() -> None:
 
     assert controller.plan["workers"] == 2
     assert said[0].endswith("trials begin now, beside other processes that keep the machine busy")
-
-
-def test_a_replayed_plan_is_taken_over_there_too() -> None:
-    machine = Machine(speed={"good": 1.5}, thread=lambda step: CROWDED)
-    controller = simulate([candidate("good")], machine, replay={"good": None}, pace=FAST)
-    assert list(controller.plan) == ["good"]
-    assert not controller.events

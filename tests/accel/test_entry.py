@@ -97,14 +97,6 @@ def test_any_iterable_of_batches_is_a_loader() -> None:
         len(proxy)
 
 
-def test_each_epoch_gives_the_batches_of_the_plain_loader(only_quick: None) -> None:
-    model, loader, optimizer = make()
-    plain = advance(training(model, loader, optimizer), 200)
-    model, loader, optimizer = make()
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
-    assert advance(training(model, loader, optimizer), 200) == plain
-
-
 # -- what stays as it was ----------------------------------------------------------------------------------------------
 
 
@@ -276,17 +268,6 @@ def test_a_loop_without_an_optimizer_is_followed_batch_by_batch(only_quick: None
     assert accel.explain(model).plan == {"quick": None}
 
 
-def test_outputs_of_any_kind_pass_through(only_quick: None) -> None:
-    class Sparse(Net):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x), torch.eye(3).to_sparse(), {"name": "text", "none": None}
-
-    model, loader, optimizer = make(kind=Sparse)
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
-    advance(training(model, loader, optimizer, loss=lambda out, target: loss_of(out[0], target)), 100)
-    assert accel.explain(model).steps > 0
-
-
 def test_inputs_that_can_not_be_copied_are_passed_on_and_nothing_is_tried(only_quick: None) -> None:
     class Fixed(list[Tensor]):
         def __init__(self, first: Tensor, second: Tensor) -> None:
@@ -405,26 +386,6 @@ def test_a_disabled_block_runs_plainly_and_the_search_goes_on(only_quick: None, 
     steps += advance_until(loop, settled(model)) if phase != "hold" else 0
     assert accel.explain(model).plan == {"quick": None}
     assert_same(everything(model, optimizer), plain_run(steps))
-
-
-def test_a_disabled_block_ends_after_an_error(only_quick: None) -> None:
-    model, loader, optimizer = accel.optimize(*make(), budget=60)
-    loop = training(model, loader, optimizer)
-    go_to("hold", loop, model)
-    with pytest.raises(ZeroDivisionError), accel.disabled():
-        raise ZeroDivisionError
-    assert Quick.on
-    _, proxy = accel.optimize(Net(), make_loader())
-    assert type(proxy) is not DataLoader
-
-
-def test_what_is_undone_in_a_disabled_block_stays_undone(only_quick: None) -> None:
-    """The end of the block switched the kept strategies of an undone model on again."""
-    model, loader, optimizer = accel.optimize(*make(), budget=60)
-    go_to("hold", training(model, loader, optimizer), model)
-    with accel.disabled():
-        accel.undo(model)
-    assert not Quick.on
 
 
 def test_the_environment_switches_accel_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,11 +74,6 @@ def test_near_the_end_nothing_dear_begins() -> None:
     assert sum("compile" in (action.check or {}) for action in late.actions) == 1
 
 
-def test_a_run_that_goes_on_for_longer_than_was_said_does_no_harm() -> None:
-    machine = Compiles(speed={"compile": 1.5})
-    assert run(100, machine, steps=3000).plan == {}
-
-
 @given(
     share=st.floats(0.001, 1.0),
     elapsed=st.floats(0.0, 1e4),

@@ -29,19 +29,6 @@ def test_a_run_without_a_step_says_so(only_quick: None, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == f"accel: no training step of Net was seen; {remedy}\n"
 
 
-def test_an_iterator_that_is_exhausted_is_named_when_the_run_ends(
-    only_quick: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, loader, optimizer = make()
-    iterator = iter(loader)
-    list(iterator)
-    _, loop, _ = accel.optimize(model, iterator, optimizer, budget=60)
-    assert list(loop) == []
-    entry._at_exit()
-    told = capsys.readouterr().err
-    assert "no training step of Net was seen; iterate the loader that optimize returned" in told
-
-
 def test_a_run_that_was_told_of_its_loader_is_not_told_again(
     only_quick: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

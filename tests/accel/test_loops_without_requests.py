@@ -29,7 +29,6 @@ from tests.accel.loops import (
     make,
     play_clock,
 )
-from tests.accel.test_odd_loops import threaded
 from tests.sampling import examples
 
 Batches = Iterator[Any]
@@ -176,27 +175,6 @@ def test_a_closure_that_calls_the_model_ends_no_step_within_its_update(only_quic
 # -- what a review found -----------------------------------------------------------------------------------------------
 
 
-def test_batches_that_another_thread_takes_are_requests(only_quick: None) -> None:
-    """Boundaries came in the loop's thread while the other one fetched: see test_odd_loops for the numbers."""
-    model, loader, optimizer = make()
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
-    for _ in range(12):
-        for x, target in threaded(loader):
-            step(model, optimizer, x, target)
-    assert entry.MODELS[model].session.events.rule.is_fed
-
-
-def test_an_optimizer_for_each_parameter_makes_no_steps_of_its_own(only_quick: None) -> None:
-    model, loader, _ = make()
-    optimizers = [torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters() for _ in range(12)]
-    model, loader = accel.optimize(model, loader, budget=60)
-    for x, target in loader:
-        loss_of(model(x), target).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert accel.explain(model).steps <= 13 and entry.MODELS[model].session.events.rule.is_fed
-
-
 def test_the_short_last_batch_is_not_taken_for_all_of_them(only_quick: None) -> None:
     _, report = train(cycled, steps=500)
     assert report.samples_per_step == 8 and not any("searching again" in event.text for event in report.events)
@@ -264,16 +242,6 @@ def test_two_optimizers_of_one_model_step_in_one_step(only_quick: None) -> None:
     assert accel.explain(model).plan == {"quick": None}
 
 
-def test_calls_in_inference_mode_with_gradients_end_no_step(only_quick: None) -> None:
-    model, loader, optimizer = make()
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
-    for x, target in itertools.islice(cycled(loader), 200):
-        step(model, optimizer, x, target)
-        with torch.inference_mode(), torch.enable_grad():
-            model(x)
-    assert accel.explain(model).steps > 50
-
-
 def test_a_search_that_waits_for_its_budget_goes_on_when_batches_are_repeated(only_quick: None) -> None:
     """Nothing looked at the model's calls while it waited, so that none of them ended a step."""
     model, loader, optimizer = make()
@@ -284,25 +252,6 @@ def test_a_search_that_waits_for_its_budget_goes_on_when_batches_are_repeated(on
         if controller.plan and not controller.searching:
             break
     assert accel.explain(model).plan == {"quick": None}
-
-
-def test_batches_that_are_taken_without_gradients_are_requests(only_quick: None) -> None:
-    model, _, optimizer = make()
-
-    @torch.no_grad()
-    def augmented(batches: Any) -> Batches:
-        for x, target in batches:
-            yield x * 1.01, target
-
-    for _ in range(3):
-        model, followed, optimizer = accel.optimize(model, make()[1], optimizer, budget=60)
-        for _ in range(4):
-            for x, target in augmented(followed):
-                step(model, optimizer, x, target)
-                step(model, optimizer, x, target)
-    session = entry.MODELS[model].session
-    assert session.events.rule.is_fed and session.events.loader.moves >= 2
-    assert session.steps <= 3 * 4 * 13
 
 
 def test_many_updates_with_each_of_few_batches_go_on_step_by_step(only_quick: None) -> None:

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry, strategies
-from accel.profiler.loop import backward
 from accel.profiler.loop.optimizers import followed_by
 from accel.strategies.fused_optimizer import FusedOptimizer
 from tests.accel.loops import Longer, Quick, assert_trains_the_same, loss_of, make, make_loader, play_clock
@@ -138,25 +137,6 @@ def test_batches_that_another_thread_takes_end_no_step(only_quick: None, capsys:
     assert capsys.readouterr().err.count("another thread than the one that trains it") == 1
 
 
-def test_a_loop_that_goes_on_in_another_thread_is_followed_there(only_quick: None) -> None:
-    model, loader, optimizer = make()
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
-
-    def epochs() -> None:
-        for _ in range(4):
-            for x, target in loader:
-                optimizer.zero_grad()
-                loss_of(model(x), target).backward()
-                optimizer.step()
-
-    epochs()
-    before = accel.explain(model).steps
-    other = threading.Thread(target=epochs)
-    other.start()
-    other.join()
-    assert accel.explain(model).steps >= before + 4 * 13 - 2
-
-
 class ScalesGradients(Faster):
     """Faster, and its gradients are wrong."""
 
@@ -242,28 +222,6 @@ def test_a_generator_that_the_loop_asks_for_its_next_batch_is_followed(only_quic
     assert report.plan == {"quick": None}
 
 
-def test_a_backward_pass_from_a_generator_of_losses_has_all_of_them() -> None:
-    class Listens:
-        roots = 0
-
-        def backward_begins(self, roots: list[Tensor]) -> None:
-            self.roots += len(roots)
-
-        def backward_ended(self, roots: list[Tensor]) -> None:
-            """Nothing."""
-
-    listens, weight = Listens(), torch.ones(2, requires_grad=True)
-    backward.listen(listens)
-    try:
-        torch.autograd.backward((weight * n).sum() for n in (1.0, 2.0))
-        torch.autograd.backward(tensors=((weight * n).sum() for n in (3.0, 4.0)))
-    finally:
-        backward.forget(listens)
-    assert listens.roots == 4
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [10.0, 10.0]
-
-
 def test_a_closure_goes_on_with_what_follows_it() -> None:
     heard: list[str] = []
 
@@ -280,17 +238,6 @@ def test_a_closure_goes_on_with_what_follows_it() -> None:
     assert heard == ["closure", "after"] * 2
     assert followed_by(lambda: None, (None,), {}) is None
     assert followed_by(lambda: None, (None, None), {"closure": None}) is None
-
-
-def test_a_closure_may_be_an_object_that_is_called() -> None:
-    class Closure:
-        def __call__(self) -> float:
-            return 0.5
-
-    heard: list[str] = []
-    followed = followed_by(lambda: heard.append("after"), (None, Closure()), {})
-    assert followed is not None and followed[0][1]() == 0.5
-    assert heard == ["after"]
 
 
 def test_an_optimizer_is_given_the_module_that_the_loop_passes() -> None:

@@ -64,27 +64,11 @@ def test_each_setting_waits_for_its_own_work_and_the_verdict_so_far_stands() -> 
     assert "compile whole: one-off work took 20.0 s, expected 20.0 s" in texts
 
 
-def test_a_setting_that_gains_nothing_is_followed_by_the_next() -> None:
-    machine = Compiles(speed={("compile", "blocks"): 0.9, ("compile", "whole"): 1.5})
-    controller = simulate([compiled()], machine, budget="1m", until_settled=False, steps=4_000)
-    assert controller.plan == {"compile": "whole"}
-
-
 def test_a_budget_that_never_allows_for_the_second_leaves_the_first() -> None:
     machine = Compiles(speed={("compile", "blocks"): 1.3, ("compile", "whole"): 9.0})
     controller = simulate([compiled()], machine, budget="10s", until_settled=False, steps=5_000)
     assert controller.plan == {"compile": "blocks"}
     assert list(machine.checked) == ["blocks"]
-
-
-def test_what_is_left_is_forgotten_when_the_search_begins_anew() -> None:
-    machine = Compiles(
-        speed={("compile", "blocks"): 1.3, ("compile", "whole"): 1.5}, regime=lambda step: "a" if step < 4_000 else "b"
-    )
-    controller = simulate([compiled()], machine, budget="10%", until_settled=False, steps=5_000)
-    first = [action.plan["compile"] for action in machine.actions if "compile" in action.plan]
-    assert set(first) == {"blocks"}
-    assert controller.plan == {"compile": "blocks"}
 
 
 def test_each_setting_is_remembered_by_itself() -> None:

@@ -9,20 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 import accel
 from accel import entry, strategies
 from accel.errors import PlanError
 from accel.run import Run
+from accel.search import controller
 from accel.search.plan import Plan, fingerprint
-from accel.search.state import Pace
-from accel.strategies.loader_workers import LoaderWorkers
 from tests.accel.loops import (
     WAIT_S,
     Net,
     Quick,
-    Samples,
     advance,
     advance_until,
     assert_same,
@@ -212,26 +209,17 @@ def test_a_plan_brings_its_own_allowance_and_disable_takes_from_it(monkeypatch: 
     assert report.rows[0].why == "left out by disable="
 
 
-def test_a_plan_without_strategies_leaves_the_loop_as_it_is(only_quick: None) -> None:
-    model, loader, optimizer = make()
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, plan=plan_for(model))
-    advance(training(model, loader, optimizer), 100)
-    report = accel.explain(model)
-    assert (report.state, report.plan, report.search_steps) == ("replayed", {}, 0)
-    assert not Quick.on
-
-
 def test_the_run_is_as_long_as_its_steps_however_short_its_epochs_are(
     only_quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has waited for the budget is tried once the run is long enough, and most steps are rest."""
-    monkeypatch.setattr(Pace, "idle_rest", lambda self, step_s: self.rest)
+    monkeypatch.setattr(controller, "_IDLE", 1)
     model, loader, optimizer = make()
     model, loader, optimizer = accel.optimize(model, loader, optimizer, disable=("quick",))
     advance(training(model, loader, optimizer), 700)
-    controller = entry.MODELS[model].journal._controller
-    assert controller.steps >= 400
-    assert controller.elapsed_s >= controller.steps * WAIT_S
+    state = entry.MODELS[model].journal._controller
+    assert state.steps >= 400
+    assert state.elapsed_s >= state.steps * WAIT_S
 
 
 def test_a_plan_is_taken_over_again_after_the_batches_have_changed(only_quick: None) -> None:
@@ -253,23 +241,6 @@ def test_a_plan_is_taken_over_again_after_the_batches_have_changed(only_quick: N
     assert (report.state, report.plan, report.search_steps) == ("replayed", {"quick": None}, 0)
 
 
-def test_real_strategies_are_taken_over_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LoaderWorkers, "refusal", lambda *_: "")  # on one core, too
-    model, _, optimizer = make()
-    loader: Any = make_loader(Samples(400), shuffle=False)
-    plan = plan_for(model, fused_optimizer="foreach", loader_workers=1)
-    model, loader, optimizer = accel.optimize(model, loader, optimizer, plan=plan)
-    loop = training(model, loader, optimizer)
-    numbers = advance(loop, 30)
-    assert accel.explain(model).plan == plan.strategies
-    assert optimizer.param_groups[0]["foreach"] is True
-    accel.undo(model)
-    assert optimizer.param_groups[0]["foreach"] is None
-    numbers += advance(loop, 20)  # to the end of the epoch
-    assert numbers == [list(range(i, i + 8)) for i in range(0, 400, 8)]
-    assert isinstance(loader, DataLoader)
-
-
 def lazy_net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 3))
@@ -284,22 +255,6 @@ def test_lazy_modules_are_described_once_they_have_their_shapes(only_quick: None
     report = accel.explain(model)
     assert report.parameters == sum(p.numel() for p in model.parameters()) == 99
     assert report.fingerprint == fingerprint(model)
-
-
-def test_a_part_that_stays_lazy_disturbs_nothing(only_quick: None) -> None:
-    class Unused(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.other = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
-
-    torch.manual_seed(0)
-    model = Unused()
-    model, loader = accel.optimize(model, make_loader(), allow="exact", budget=60)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if not nn.parameter.is_lazy(p)], 0.1)
-    loop = training(model, loader, optimizer)
-    advance_until(loop, settled(model))
-    assert entry.MODELS[model].session.failed == ""
-    assert accel.explain(model).plan == {"quick": None}
 
 
 def test_a_plan_for_lazy_modules_asks_for_their_shapes_first() -> None:

@@ -65,13 +65,6 @@ def test_a_remembered_plan_of_one_strategy_has_its_gain_from_the_closing_trial()
     assert controller.rows["good"].why.startswith("remembered from 2026-11-20")
 
 
-def test_without_a_memory_nothing_is_different() -> None:
-    plain, first = machine(), machine()
-    simulate(candidates(), plain)
-    simulate(candidates(), first, memory=FakeMemory())
-    assert plain.actions == first.actions
-
-
 def test_a_later_check_ends_the_run_as_it_would_any_plan() -> None:
     memory = FakeMemory(remembered(plan={"good": None, "better": None}))
     later = machine(trips_at={"better": 1500})
@@ -320,14 +313,6 @@ def test_what_one_off_work_took_last_stands_in_for_the_guess() -> None:
     again = Compiles(speed={"compile": 1.5})
     simulate([compiled], again, memory=FakeMemory(old), budget="10%", steps=5000, until_settled=False)
     assert 0.020 * step_of_first(again, lambda plan: "compile" in plan) == pytest.approx(40.0, rel=0.2)
-
-
-def test_one_off_work_that_was_done_is_not_expected_again_in_the_same_run() -> None:
-    """A brief trial that has no verdict is followed by one at length."""
-    noisy = Compiles(speed={"compile": 1.1}, noise=0.5, seed=5)
-    controller = simulate([candidate("compile", cost_s=30.0)], noisy, budget="33s", steps=4000, until_settled=False)
-    assert controller.rows["compile"].steps > 200  # more than a brief trial has
-    assert controller.rows["compile"].status != "not tried"
 
 
 def test_one_off_work_is_weighed_against_the_length_of_the_last_run() -> None:

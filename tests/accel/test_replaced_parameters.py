@@ -58,32 +58,3 @@ def test_a_loop_without_a_loader_goes_on_with_another_optimizer(followed: Script
         steps(model, optimizer, 20)
         assert before + 17 <= steps_of(model) <= before + 20
     assert followed.models.count == 1
-
-
-def test_one_that_is_kept_is_taken_to_be_gone_in_the_end(followed: ScriptTraining) -> None:
-    model, _, first = make()
-    steps(model, first, 20)
-    before = steps_of(model)
-    steps(model, torch.optim.SGD(model.parameters(), lr=0.01), 70)
-    assert steps_of(model) >= before + 15
-
-
-def test_an_optimizer_for_each_step_is_not_held_and_ends_it(followed: ScriptTraining) -> None:
-    model, _, optimizer = make()
-    steps(model, optimizer, 20)
-    before, alive = steps_of(model), weakref.WeakSet[Any]()
-    for _ in range(10):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        alive.add(optimizer)
-        steps(model, optimizer, 1)
-    assert len(alive) <= 2
-    assert before + 9 <= steps_of(model) <= before + 10
-
-
-def test_parts_that_no_call_has_reached_are_no_obstacle(followed: ScriptTraining) -> None:
-    model, loader, _ = make()
-    model.later = nn.LazyLinear(2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, target in loader:
-        step(model, optimizer, x, target)
-    assert (followed.models.count, followed.has_failed) == (1, False)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from accel.search.actions import Action, Result
-from tests.accel.simulation import FAST, PLAIN_S, Machine, candidate, simulate
+from tests.accel.simulation import PLAIN_S, Machine, candidate, simulate
 
 
 def test_one_off_work_waits_until_the_run_is_long_enough() -> None:
@@ -93,19 +93,7 @@ def test_the_search_pays_for_itself_and_says_when() -> None:
     assert (steps - controller.searched_until) * saved_s == pytest.approx(controller.cost_s, abs=2 * saved_s)
 
 
-def test_nothing_kept_never_pays_back() -> None:
-    assert simulate([candidate("none")], Machine()).break_even_step() is None
-
-
 def test_a_short_wait_for_the_budget_belongs_to_the_search() -> None:
     controller = simulate([candidate("good")], Machine(speed={"good": 1.3}), budget="3%")
     assert controller.closing is not None
     assert controller.plan == {"good": None}
-
-
-def test_settings_that_the_budget_did_not_allow_are_tried_later() -> None:
-    machine = Machine(speed={("threads", 2): 0.95, ("threads", 1): 1.5})
-    controller = simulate(
-        [candidate("threads", settings=(2, 1))], machine, budget="1%", until_settled=False, steps=6000, pace=FAST
-    )
-    assert controller.plan == {"threads": 1}

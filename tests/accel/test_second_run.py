@@ -14,9 +14,7 @@ from accel import strategies
 from accel.search.plan import Plan
 from tests import warm
 from tests.accel.loops import (
-    Net,
     Quick,
-    advance,
     advance_until,
     assert_same,
     everything,
@@ -125,31 +123,6 @@ def test_under_exact_no_file_switches_on_what_is_not(cache: Path, monkeypatch: p
     assert {row.name: row.status for row in report.rows} == {"quick": "kept", "lossy": "not allowed"}
 
 
-def test_a_remembered_plan_that_became_slow_is_undone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategies, "REGISTRY", [Quick, Slow])
-    play_clock(monkeypatch.setattr)
-    first_run()
-    (path,) = cache.iterdir()
-    written = content(cache)
-    assert "slow" in written["found"]["lost"]
-    written["found"]["plan"] = {"slow": None}
-    path.write_text(json.dumps(written), encoding="utf-8")
-    report = first_run()
-    assert report.plan == {"quick": None}
-    assert "checked again: undone (it was not shown to be faster than plain)" in report.remembered
-    assert content(cache)["found"]["plan"] == {"quick": None}
-
-
-def test_what_gave_nothing_is_reported_with_its_date(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategies, "REGISTRY", [Quick, Slow])
-    play_clock(monkeypatch.setattr)
-    first_run()
-    report = first_run()
-    rows = {row.name: row for row in report.rows}
-    assert rows["slow"].status == "not tried"
-    assert re.match(r"tried less than a day ago: 0\.\d\dx, slower; again if", rows["slow"].why)
-
-
 @pytest.mark.parametrize("how", ["argument", "variable", "plan"])
 def test_switched_off_it_neither_reads_nor_writes(
     how: str, only_quick: None, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -176,31 +149,6 @@ def test_a_folder_that_cannot_be_written_is_reported_and_the_run_goes_on(
     assert report.plan == {"quick": None}
     assert report.cache.startswith("nothing is remembered: ")
     assert capsys.readouterr().err.count("nothing is remembered") == 1
-
-
-def test_a_run_that_ends_in_its_first_steps_leaves_what_was_remembered(only_quick: None, cache: Path) -> None:
-    first_run()
-    before = content(cache)
-    for steps in (3, 20, 30, 50):
-        model, loader, optimizer = accel.optimize(*make(), allow="exact")
-        advance(training(model, loader, optimizer), steps)
-        accel.undo(model)
-        after = content(cache)
-        assert after["found"]["plan"] == before["found"]["plan"]
-        assert after["checking"] is None
-
-
-def test_other_arguments_and_other_models_have_files_of_their_own(only_quick: None, cache: Path) -> None:
-    class Wider(Net):
-        pass
-
-    first_run()
-    first_run(allow="reordered")
-    first_run(disable=("quick",))
-    assert len(list(cache.iterdir())) == 2  # the third run found nothing that could be remembered
-    model, loader, optimizer = accel.optimize(*make(kind=Wider), allow="exact", budget=60)
-    advance_until(training(model, loader, optimizer), settled(model))
-    assert len(list(cache.iterdir())) == 3
 
 
 SCRIPT = """

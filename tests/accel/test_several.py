@@ -213,14 +213,3 @@ def test_folds_each_with_a_model_of_its_own_see_their_steps(only_quick: None) ->
         assert accel.explain(model).steps >= 28
         session = entry.MODELS[model].session
         assert session.searching  # the folds before, whose loops have been left, hold up nobody
-
-
-def test_what_is_passed_comes_back_in_order() -> None:
-    model, loader, _ = make()
-    assert len(accel.optimize(model, loader)) == 2
-    back = accel.optimize(model, loader, None)
-    assert len(back) == 3
-    assert back[2] is None
-    assert len(accel.optimize(model, loader, optimizer=None)) == 3
-    with accel.disabled():
-        assert accel.optimize(model, loader, None) == (model, loader, None)

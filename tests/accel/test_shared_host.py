@@ -79,13 +79,6 @@ def test_beside_other_processes_it_is_tried_before_all_else_whatever_the_budget(
     assert line == "other processes keep the machine busy: threads 1 until they leave"
 
 
-def test_on_a_quiet_host_it_waits_for_its_turn() -> None:
-    machine = Host([])
-    controller = simulate([candidate("good"), threads()], machine)
-    assert "threads" not in controller.plan
-    assert controller.rows["threads"].status == "undone"
-
-
 @pytest.mark.parametrize("during_search", [False, True])
 def test_it_goes_soon_after_they_have_left(during_search: bool) -> None:
     others = [candidate(f"other{number}") for number in range(8)]
@@ -146,14 +139,6 @@ def test_its_trial_begins_with_it() -> None:
     (compared,) = [number for number, action in enumerate(machine.actions) if action.check]
     first, second, third = [action.plan for action in machine.actions[compared + 1 : compared + 4]]
     assert (first, second, third) == ({"threads": 1}, {}, {})
-
-
-def test_a_wrong_one_is_tried_once() -> None:
-    machine = Host([0], wrong=frozenset({"threads"}))
-    controller = simulate([threads(), candidate("none")], machine, steps=8000, until_settled=False)
-    assert controller.rows["threads"].status == "undone"
-    assert controller.rows["threads"].why.startswith("wrong")
-    assert len([action for action in machine.actions if action.check]) == 2  # with "none"
 
 
 def test_one_that_gives_nothing_beside_them_has_its_turn_and_is_asked_ever_more_rarely() -> None:
@@ -221,29 +206,6 @@ def test_what_compiles_is_not_compiled_once_more_for_others_beyond_the_budget(bu
     assert controller.plan == {"compiled": None} if budget == 35.0 else {"compiled": None, "threads": 1}
 
 
-def test_fewer_threads_alone_are_closed_by_their_own_trial() -> None:
-    machine = Host([3000], noise=0.02)
-    controller = simulate([threads(), candidate("none")], machine, steps=6000, until_settled=False)
-    assert controller.plan == {"threads": 1}
-    assert controller.closed is not None
-    assert controller.closed.gain == pytest.approx(2.0, rel=0.05)
-    plain = sum(action.steps for action in machine.actions if not action.plan and not action.settled)
-    assert plain < 150  # one trial on the quiet host, one beside the others
-
-
-def test_neither_their_coming_nor_their_leaving_puts_the_plan_to_a_closing_trial_again() -> None:
-    machine = Host([3000, 5000], speed={"good": 1.5}, noise=0.02)
-    controller = simulate([candidate("good"), threads()], machine, steps=8000, until_settled=False)
-    closing = controller.closing
-    assert controller.plan == {"good": None}
-    after = [action for action in machine.actions if not action.plan and action.steps]
-    (first,) = {id(controller.closing)}
-    assert first == id(closing)
-    starts = list(itertools.accumulate(a.rest + a.settle + a.steps for a in machine.actions))
-    plain = [end for end, action in zip(starts, machine.actions, strict=True) if action in after]
-    assert max(plain) < 3000
-
-
 def test_an_earlier_verdict_was_of_another_load() -> None:
     memory = FakeMemory()
     simulate([threads(), candidate("good")], Host([], speed={"good": 1.5}), memory=memory)
@@ -272,13 +234,6 @@ def test_nobody_looks_at_the_host_where_nothing_depends_on_it(ruled_out: bool) -
     machine = Host([0])
     simulate([candidate("good"), *offered], machine, steps=3000, until_settled=False)
     assert not any(action.host for action in machine.actions)
-
-
-def test_a_replayed_plan_is_left_alone() -> None:
-    machine = Host([0])
-    controller = simulate([threads()], machine, replay={"threads": 1}, steps=6000, until_settled=False)
-    assert not any(action.host for action in machine.actions)
-    assert controller.plan == {"threads": 1}
 
 
 @pytest.mark.parametrize(

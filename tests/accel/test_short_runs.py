@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import sys
@@ -65,12 +64,6 @@ def test_what_the_run_has_lasted_before_its_first_step_counts() -> None:
     controller = simulate(offered, machine, budget="3%", startup_s=lambda: 0.4, ran_s=lambda: 8.0)
     assert seconds_before(machine, lambda action: action.plan) == pytest.approx(0.4 / 0.03 - 8.0, abs=1.0)
     assert controller.elapsed_s == pytest.approx(0.4 + machine.step * PLAIN_S, rel=0.05)  # of which plans save a part
-
-
-def test_nothing_is_observed_while_it_waits() -> None:
-    machine = Machine(speed={"free": 1.3})
-    simulate([candidate("free", touches=frozenset())], machine, budget="3%", startup_s=lambda: 0.2)
-    assert not any(action.anatomy for action in machine.actions if action.rest)
 
 
 def test_what_is_seen_then_is_the_plain_loop() -> None:
@@ -157,13 +150,6 @@ def test_blocks_are_counted_once_and_charged_once(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("uncharged")
-def test_a_block_that_raises_is_counted() -> None:
-    with contextlib.suppress(KeyError), startup.counted():
-        raise KeyError
-    assert startup.charge() > 0.0
-
-
-@pytest.mark.usefixtures("uncharged")
 @pytest.mark.parametrize("has_torch", [True, False])
 def test_imports_after_torch_are_counted_and_torch_is_not(has_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_torch:
@@ -180,13 +166,6 @@ def test_a_controller_is_charged_as_its_search_begins() -> None:
 
 
 # -- what a review found -----------------------------------------------------------------------------------------------
-
-
-def test_a_long_start_holds_up_no_budget_in_seconds() -> None:
-    machine = Machine(speed={"free": 1.3}, drift=lambda step: 0.25)
-    controller = simulate([candidate("free", touches=frozenset())], machine, budget="60s", startup_s=lambda: 2.0)
-    assert controller.plan == {"free": None}
-    assert 0.25 * seconds_before(machine, lambda action: action.plan) < 0.5
 
 
 def test_of_a_run_that_ends_while_it_waits_the_length_is_known() -> None:
@@ -222,15 +201,6 @@ def test_a_kept_setting_stays_kept_where_the_others_could_gain_too_little() -> N
         [slow_to_switch(settings=(1, 2), phase="data")], machine, budget="3%", until_settled=False, steps=30_000
     )
     assert controller.plan == {"input": 1} and controller.rows["input"].status == "kept"
-
-
-def test_what_trips_after_another_was_cut_short_is_not_tried_again() -> None:
-    machine = Stalls(0.4, speed={"input": 1.05}, trips_at={"heap": 0})
-    candidates = [slow_to_switch(), candidate("heap", touches=frozenset(), cost_s=2.0)]
-    controller = simulate(candidates, machine, budget="3%", until_settled=False, steps=12_000)
-    assert controller.rows["heap"].status == "undone"
-    began = [action for action in machine.actions if "heap" in action.plan]
-    assert len(began) == 1 and not controller.candidates["heap"].is_pending
 
 
 def test_the_work_of_the_process_counts_once_and_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

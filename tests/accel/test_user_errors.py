@@ -35,7 +35,6 @@ from tests.accel.loops import (
     in_trial,
     loss_of,
     make_loader,
-    plain_run,
     settled,
     training,
 )
@@ -197,16 +196,6 @@ def test_a_time_limit_while_the_loop_waits_for_a_worker_process_is_no_fault_of_i
     assert accel.explain(model).plan == {"loader_workers": 1}
 
 
-def test_an_error_without_a_text_in_a_worker_process_is_no_trouble(only_quick: None) -> None:
-    class Silent(Exception):
-        def __init__(self, *args: Any) -> None:
-            super().__init__()
-
-    _, loader, _ = accel.optimize(*make_faulty(), budget=60)
-    assert loader._accel_listener is not None
-    loader._accel_listener.fetching_failed(Silent("anything"))
-
-
 # -- interrupts --------------------------------------------------------------------------------------------------------
 
 
@@ -327,13 +316,6 @@ def test_an_interpreter_that_was_interrupted_and_went_on_ends_as_it_would() -> N
     )
     assert done.stdout == "went on\n"
     assert done.returncode == 0, done.stderr
-
-
-def test_a_plain_run_is_the_reference() -> None:
-    """The comparisons above could not fail if two runs of different length were the same."""
-    one, other = plain_run(5), plain_run(6)
-    with pytest.raises(AssertionError):
-        assert_same(one, other)
 
 
 def test_a_script_that_fails_in_its_model_shows_no_frames_of_the_guard(capsys: pytest.CaptureFixture[str]) -> None:

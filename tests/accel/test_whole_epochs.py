@@ -69,14 +69,3 @@ def test_what_is_tried_in_whole_epochs_is_not_tried_again_while_the_plan_is_on()
 
     assert controller.plan == {"workers": None}
     assert sum(action.whole_epoch for action in machine.actions) == 12
-
-
-def test_another_batch_shape_in_the_epoch_before_a_trial_ends_the_search_at_once() -> None:
-    machine = Machine(noise=0.02, data_share=0.0, epoch_start_s=lambda plan: 0.0 if "workers" in plan else 0.1)
-    machine.regime = lambda step: "large" if any(action.whole_epoch for action in machine.actions) else "small"
-
-    controller = simulate([by_epoch()], machine)
-
-    first = next(n for n, action in enumerate(machine.actions) if action.whole_epoch)
-    assert machine.actions[first + 1].anatomy  # the search begins anew: no check of what was about to be tried
-    assert controller.plan == {"workers": None}
