@@ -18,7 +18,7 @@ import os
 import tarfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from accel.dataio.engine.thread_pool import ThreadPool
 from accel.dataio.image.pixels import Interpolation, Resizer, decode, size_of
 from accel.dataio.image_geometry import Placement, Transform, uniforms
 from accel.profiler import renamed
 from accel.profiler.errors import InvalidArgument
 from accel.profiler.host import usable_cores
+from accel.profiler.torch_threads import compute_alone
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's
 
@@ -401,12 +401,12 @@ def _threads_of(dataset: ImageDataset) -> int:
 
 
 @functools.cache
-def _pool(threads: int, process: int) -> ThreadPool:
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
     """Return the threads that all datasets of this process share: a dataset with its own would change when it is read.
 
     Threads do not survive a fork, so each process has other ones.
     """
-    return ThreadPool(threads, "accel-images", rests=False)
+    return ThreadPoolExecutor(threads, "accel-images", initializer=compute_alone)
 
 
 def _pop(todo: deque[int]) -> int | None:

@@ -99,8 +99,6 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_c
 class ThreadPool:
     """Run functions in at most `workers` daemon threads, which are started as they are needed.
 
-    If it `rests`, none of its tasks begins while a fork is made; not where a task of another pool waits for them.
-
     Example:
         >>> pool = ThreadPool(2, "squares")
         >>> pool.submit(pow, 3, 2).result()
@@ -108,8 +106,8 @@ class ThreadPool:
         >>> pool.shutdown()
     """
 
-    def __init__(self, workers: int, name: str, *, rests: bool = True) -> None:
-        self._workers, self._name, self._rests = workers, name, rests
+    def __init__(self, workers: int, name: str) -> None:
+        self._workers, self._name = workers, name
         self._tasks: _Queue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         # The threads know the queue alone: the pool goes with its last user, and its threads with it.
@@ -123,7 +121,7 @@ class ThreadPool:
         self._tasks.put((future, contextvars.copy_context().run, (function, *arguments)))
         if len(self._threads) < self._workers:
             name = f"{self._name}_{len(self._threads)}"
-            thread = threading.Thread(target=_work, args=(self._tasks, self._rests), name=name, daemon=True)
+            thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
             self._threads.append(thread)
             _threads.add(thread)
             thread.start()
@@ -139,9 +137,9 @@ def _end(tasks: _Queue, workers: int) -> None:
         tasks.put(None)
 
 
-def _work(tasks: _Queue, rests: bool) -> None:
+def _work(tasks: _Queue) -> None:
     compute_alone()
-    rest = _rest if rests else _PoolRest()
+    rest = _rest
     while (task := tasks.get()) is not None and not _is_ending.is_set():
         future, function, arguments = task
         del task

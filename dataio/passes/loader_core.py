@@ -25,7 +25,7 @@ from accel.dataio.engine.engine import (
 from accel.dataio.passes import epochs, resume
 from accel.dataio.passes.engines import LoaderEngines, Options, tuner_of, watch_of
 from accel.dataio.passes.movable import not_movable, not_read_ahead
-from accel.dataio.passes.passes import ActiveIterator, BatchSource, EpochIterator, InlineRest
+from accel.dataio.passes.passes import ActiveIterator, EpochIterator, InlineRest
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.rounds import INLINE
 from accel.profiler.interruptions import ours
@@ -44,7 +44,16 @@ class CoreIterator(EpochIterator):
 
     def __init__(self, core: LoaderCore) -> None:
         self._core = core
-        super().__init__(core, None if core.device is None else transfer.AheadCopier(core.device))
+        super().__init__(None if core.device is None else transfer.AheadCopier(core.device))
+
+    def _begin(self) -> None:
+        self._core.begin(self)
+
+    def _batch(self) -> Any:
+        return self._core.fetch(self)
+
+    def _rest_of(self, continuous: PrefetchAcrossEpochs) -> InlineRest:
+        return InlineRest(continuous)
 
     def _stand_at(self, position: int) -> None:
         super()._stand_at(position)
@@ -67,7 +76,7 @@ class LoaderPass(CoreIterator):
         return self._core.worker_processes()
 
 
-class LoaderCore(BatchSource):
+class LoaderCore:
     """The engines of a loader, and the position of its loop."""
 
     def __init__(self, loader: DataLoader[Any], options: Options) -> None:
@@ -145,7 +154,7 @@ class LoaderCore(BatchSource):
             return
         if self._continuous is None:
             self._continuous = self._prefetching()
-        running.attach(self._continuous, InlineRest)
+        running.continuous = self._continuous
         self._pins = self.loader.pin_memory and self.device is None and torch.cuda.is_available()
         if self._measured is not None:
             self._measured.begin()

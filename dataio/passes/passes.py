@@ -1,15 +1,15 @@
 """One pass over a loader, as an iterator: its batches are prefetched by an engine, or come from a plain iterator.
 
 An engine works for one pass at a time, the newest. When a newer pass begins, when the engine fails or is no longer
-wanted, the pass is detached: another iterator makes the rest of its epoch. Under `loader_core.LoaderCore` that is the
-loop's own thread, under `proxy.SwitchableSource` torch's iterator, given the lists that are left.
+wanted, the pass is detached: another iterator makes the rest of its epoch. For `ContinuousLoader` that is the loop's
+own thread, under the controller torch's iterator, given the lists that are left.
 """
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from accel.profiler.interruptions import ours
@@ -19,41 +19,41 @@ if TYPE_CHECKING:
     from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 
 
-class BatchSource(ABC):
-    """Decides which engine makes the batches of a pass."""
-
-    @abstractmethod
-    def begin(self, running: EpochIterator) -> None:
-        """Begin the epoch: attach an engine, or set `rest`."""
-
-    @abstractmethod
-    def fetch(self, running: EpochIterator) -> Any:
-        """Return the next batch, after switching engines if need be; raises StopIteration when there is none."""
-
-    def failed(self, running: EpochIterator, error: Exception) -> bool:
-        """Detach the pass from an engine that raised and return True; return False if the loop is to get the error."""
-        return False
-
-
-class EpochIterator:
-    """One pass over a loader, as an iterator.
+class EpochIterator(ABC):
+    """One pass over a loader, as an iterator; it decides which engine makes the batches.
 
     `position` is the number of the next batch; `continuous` prefetches them, and while that is None `rest` yields them.
     """
 
-    def __init__(self, maker: BatchSource, copier: AheadCopier | None = None) -> None:
-        self._maker, self._copier = maker, copier
+    def __init__(self, copier: AheadCopier | None = None) -> None:
+        self._copier = copier
         self._late: Exception | None = None
         self.position = 0
         self.continuous: PrefetchAcrossEpochs | None = None
         self.rest: Iterator[Any] = iter(())
         try:
-            maker.begin(self)
+            self._begin()
         except ours():
             raise
         except BaseException:
             self._interrupted()
             raise
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Begin the epoch: set `continuous` or `rest`."""
+
+    @abstractmethod
+    def _batch(self) -> Any:
+        """Return the next batch, after switching engines if need be; raises StopIteration when there is none."""
+
+    @abstractmethod
+    def _rest_of(self, continuous: PrefetchAcrossEpochs) -> Iterator[Any]:
+        """Return what goes on where an engine has come to."""
+
+    def _failed(self, error: Exception) -> bool:
+        """Detach the pass from an engine that raised and return True; return False if the loop is to get the error."""
+        return False
 
     def _interrupted(self) -> None:
         """Go on without the engine: something like Ctrl-C came, whatever that was at."""
@@ -61,16 +61,10 @@ class EpochIterator:
             self.continuous.interrupted()
             self.detach()
 
-    def attach(
-        self, continuous: PrefetchAcrossEpochs, go_on: Callable[[EpochIterator, PrefetchAcrossEpochs], Iterator[Any]]
-    ) -> None:
-        """Take batches from `continuous` from now on; `go_on` returns the iterator to go on with when detached."""
-        self.continuous, self._go_on = continuous, go_on
-
     def detach(self) -> None:
         """Go on without the engine, if one is attached."""
         if self.continuous is not None:
-            self.rest = self._go_on(self, self.continuous)
+            self.rest = self._rest_of(self.continuous)
             self.continuous = None
 
     def __iter__(self) -> Any:
@@ -92,13 +86,13 @@ class EpochIterator:
 
     def _fetch(self) -> Any:
         try:
-            return self._maker.fetch(self)
+            return self._batch()
         except StopIteration:
             if self.continuous is None or self.continuous.epoch.feeding:
                 raise
             self.detach()  # the engine was drained
         except ours() as error:
-            if self.continuous is None or not self._maker.failed(self, error):
+            if self.continuous is None or not self._failed(error):
                 self._pass_over()
                 raise
         return self._fetch()
@@ -167,7 +161,7 @@ class ActiveIterator:
 class InlineRest:
     """The rest of a pass that `continuous` has begun, made in the loop's own thread."""
 
-    def __init__(self, running: EpochIterator, continuous: PrefetchAcrossEpochs) -> None:
+    def __init__(self, continuous: PrefetchAcrossEpochs) -> None:
         from accel.dataio.engine.engine import InlineEngine  # seldom: for a pass that engines have begun
 
         self._engine, self._left = InlineEngine(continuous.loader), continuous.left()

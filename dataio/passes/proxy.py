@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from accel.dataio.passes.passes import ActiveIterator, BatchSource, EpochIterator
+from accel.dataio.passes.passes import ActiveIterator, EpochIterator
 
 if TYPE_CHECKING:
     from accel.dataio.dataset.fetch_watch import FetchWatch
@@ -227,8 +227,9 @@ class _Listened(EpochIterator):
     """A pass with transforms applied to its batches, and a listener called around them."""
 
     def __init__(self, loader: Any, fetching: Fetching, listener: LoaderListener) -> None:
-        super().__init__(SwitchableSource(loader, fetching, listener))
-        self._listener, self._loader = listener, loader
+        self._loader, self._fetching, self._listener = loader, fetching, listener
+        self._pins = isinstance(loader, DataLoader) and loader.pin_memory and torch.cuda.is_available()
+        super().__init__()
         self._underway, self._transforms = fetching.underway, fetching.transforms
         self._name = self._underway.begin(self)
         self._has_ended = False
@@ -268,77 +269,70 @@ class _Listened(EpochIterator):
         """Return the next batch without a word to the listener: another thread than the loop's asks for it."""
         return super().__next__()
 
+    # -- engines, which the controller may switch between any two batches ----------------------------------------------
 
-class SwitchableSource(BatchSource):
-    """The maker under the controller, which may switch a `DataLoader`'s engine between any two batches."""
-
-    def __init__(self, loader: Any, fetching: Fetching, listener: LoaderListener) -> None:
-        self._loader, self._fetching, self._listener = loader, fetching, listener
-        self._pins = isinstance(loader, DataLoader) and loader.pin_memory and torch.cuda.is_available()
-
-    def begin(self, running: EpochIterator) -> None:
+    def _begin(self) -> None:
         """Go on with what was made ahead, or begin an epoch of the loader's own."""
         fetching = self._fetching
-        fetching.newest.begin(running)
+        fetching.newest.begin(self)
         if fetching.samples is not None:
             fetching.samples.begin_epoch()
         workers, following = fetching.workers, fetching.next_epoch
         if workers is not None:
             if workers.resume():
-                running.attach(workers, _plain_rest)
+                self.continuous = workers
                 return
             workers.drop()
-        running.rest = iter(self._loader) if following is None else following.begin()
+        self.rest = iter(self._loader) if following is None else following.begin()
 
-    def fetch(self, running: EpochIterator) -> Any:
+    def _batch(self) -> Any:
         """Return the next batch; one that the loader makes itself is watched."""
-        fetching, workers = self._fetching, running.continuous
+        fetching, workers = self._fetching, self.continuous
         if fetching.samples is not None:
-            fetching.samples.before_batch(running.rest)
+            fetching.samples.before_batch(self.rest)
         if workers is not None or fetching.workers is not None:
-            workers = self._chosen(running)
+            workers = self._chosen()
             if workers is not None:
                 batch = workers.fetch()
                 return pin_memory(batch) if self._pins else batch  # type: ignore[no-untyped-call]
         if fetching.next_epoch is not None:
-            fetching.next_epoch.look_ahead(running.rest)
+            fetching.next_epoch.look_ahead(self.rest)
         # The first index list also draws the sampler's seed: that one is not the dataset's doing.
-        if (watch := fetching.fetch_watch) is None or not running.position:
-            return next(running.rest)
-        return watch.around(partial(next, running.rest))
+        if (watch := fetching.fetch_watch) is None or not self.position:
+            return next(self.rest)
+        return watch.around(partial(next, self.rest))
 
-    def _chosen(self, running: EpochIterator) -> PrefetchAcrossEpochs | None:
+    def _chosen(self) -> PrefetchAcrossEpochs | None:
         """Return the workers that make the next batch: those that are wanted, once others are drained."""
-        wanted = self._fetching.workers if self._fetching.newest.is_(running) else None
-        current = running.continuous
+        wanted = self._fetching.workers if self._fetching.newest.is_(self) else None
+        current = self.continuous
         if current is not None:
             if current is not wanted:
                 current.epoch.feeding = False
-        elif wanted is not None and hasattr(running.rest, "_sampler_iter"):
-            plain: Any = running.rest
-            wanted.take(plain._sampler_iter, base_seed=plain._base_seed, first=running.position)
-            running.attach(wanted, _plain_rest)
-        return running.continuous
+        elif wanted is not None and hasattr(self.rest, "_sampler_iter"):
+            plain: Any = self.rest
+            wanted.take(plain._sampler_iter, base_seed=plain._base_seed, first=self.position)
+            self.continuous = wanted
+        return self.continuous
 
-    def failed(self, running: EpochIterator, error: Exception) -> bool:
+    def _failed(self, error: Exception) -> bool:
         """Go on plainly from the very batch: a broken sample then raises the dataset's own error."""
-        workers = running.continuous
+        workers = self.continuous
         assert workers is not None
         if error is workers.epoch.sampler_error:
             return False
-        running.detach()
+        self.detach()
         workers.close()
         self._fetching.workers = None
         self._listener.fetching_failed(error)
         return True
 
-
-def _plain_rest(running: EpochIterator, workers: PrefetchAcrossEpochs) -> Any:
-    plain: Any = running.rest
-    if not hasattr(plain, "_sampler_iter"):
-        plain = _quiet_iter(workers.loader)
-    plain._sampler_iter = workers.left()
-    return plain
+    def _rest_of(self, continuous: PrefetchAcrossEpochs) -> Any:
+        plain: Any = self.rest
+        if not hasattr(plain, "_sampler_iter"):
+            plain = _quiet_iter(continuous.loader)
+        plain._sampler_iter = continuous.left()
+        return plain
 
 
 def _quiet_iter(loader: DataLoader[Any]) -> Any:
