@@ -1,10 +1,11 @@
 """Keep the samples of a dataset that yields the same ones in each epoch, so that they are decoded no more.
 
-Of a sample that is fetched for the first time a digest of 64 bits is noted. If it is the same the second time, the
-sample is kept, and from then on handed out from memory, as a copy. So nothing is handed out that was not computed twice
-with the same bits, and an epoch that stays the only one keeps nothing but digests. Now and then a sample that is kept
-is fetched all the same and compared bit by bit. At the first difference, or random number drawn, everything kept is
-dropped for ever and the dataset is fetched from as ever.
+Of a sample that is fetched for the first time a digest of 64 bits is noted. If it is the same the
+second time, the sample is kept, and from then on handed out from memory, as a copy. So nothing is
+handed out that was not computed twice with the same bits, and an epoch that stays the only one
+keeps nothing but digests. Now and then a sample that is kept is fetched all the same and compared
+bit by bit. At the first difference, or random number drawn, everything kept is dropped for ever and
+the dataset is fetched from as ever.
 
 The cache lies below the collate function: order, batches and what collates them stay as they are.
 """
@@ -75,8 +76,8 @@ class CacheStats(NamedTuple):
 class CacheBook:
     """What processes that share a cache tell each other of it: whether it serves, what was counted, why it was dropped.
 
-    `notes` are numbers by their name, which forked processes share. There is no `store` in a process that the cache was
-    copied into.
+    `notes` are numbers by their name, which forked processes share. There is no `store` in a
+    process that the cache was copied into.
     """
 
     def __init__(self, store: SampleStore | None) -> None:
@@ -136,7 +137,8 @@ class CacheBook:
 class SampleKeeper:
     """Hands out what is kept, and fetches the rest, and some all the same; keeps what comes out the same twice.
 
-    `share_memory`: a batch's tensors may lie in memory of that batch, which is faster, if they are stacked at once.
+    `share_memory`: a batch's tensors may lie in memory of that batch, which is faster, if they are
+    stacked at once.
     """
 
     def __init__(self, book: CacheBook, in_file: bool) -> None:

@@ -1,10 +1,10 @@
 """Watch whether fetching a batch draws random numbers or changes the dataset.
 
 Fetching may move to another process only if it is a function of the indices alone. A dataset that
-draws random numbers (augmentation), counts, caches or keeps its own generator is such a function
-of history, and moving it would change what the model sees. A watch compares, around a fetch in the
-plain loop, the global random states (torch, numpy, Python), and the dataset's own state with what its
-code names (`accel.dataio.dataset.watch`).
+draws random numbers (augmentation), counts, caches or keeps its own generator is such a function of
+history, and moving it would change what the model sees. A watch compares, around a fetch in the
+plain loop, the global random states (torch, numpy, Python), and the dataset's own state with what
+its code names (`accel.dataio.dataset.watch`).
 """
 
 from __future__ import annotations

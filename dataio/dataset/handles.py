@@ -1,8 +1,9 @@
 """Does a fetch read through something that a forked process would share with the loop: an open file, a socket?
 
-A forked process has the descriptors that were open before, and their positions in common with the loop: two that read
-on from the same place get each other's bytes, and no measurement shows it. Neither may a database connection or an HDF5
-file be used on both sides. So as long as nobody asked for processes, none is forked when
+A forked process has the descriptors that were open before, and their positions in common with the
+loop: two that read on from the same place get each other's bytes, and no measurement shows it.
+Neither may a database connection or an HDF5 file be used on both sides. So as long as nobody asked
+for processes, none is forked when
 
 - such a handle can be reached from the dataset, the collate function, or the globals and closures of their code,
 - or something is reached of which that is not known, or that gives what comes next (an iterator).

@@ -2,8 +2,7 @@
 
 Those of objects that it holds count too, `dataset.transform.strength`, three levels deep. A number
 that moved by the same step at two epochs running, as an epoch counter does, is expected to move so
-again: batches are then made ahead under the expected numbers, and thrown away if it comes out
-otherwise.
+again.
 
 Threads read the loop's own dataset, which is still in the epoch before. So a dataset may offer
 `epoch`, a number, and `at_epoch(epoch)`, which returns what reads the same samples as the dataset

@@ -8,7 +8,8 @@
 | a container | its entries, of a long one the first 256 |
 | `functools`: partial, lru_cache | the function, its arguments, what is cached |
 
-The code of libraries is not followed, unless the dataset's or the collate function's own class is of that library.
+The code of libraries is not followed, unless the dataset's or the collate function's own class is
+of that library.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _Named = tuple[str, Any]
 def reachable(*roots: _Named, cached: bool = True) -> Iterator[_Named]:
     """Yield what can be reached from `roots`, with a name for each, nearest first; at most `MOST` things.
 
-    What raises when it is looked into is followed by an iterator, of which nobody knows what it yields.
+    What raises when it is looked into is followed by an iterator, of which nobody knows what it
+    yields.
 
     Args:
         roots: names and things to begin with.
@@ -192,7 +194,8 @@ def own_attributes(thing: Any) -> dict[str, Any] | None:
 def attributes(thing: Any) -> Iterator[_Named]:
     """Yield an object's attributes and slots without asking the object.
 
-    Classes of this package name in `accel_hides` what is their own affair and says nothing of the samples.
+    Classes of this package name in `accel_hides` what is their own affair and says nothing of the
+    samples.
     """
     hidden = getattr(type(thing), "accel_hides", ())
     yield from [each for each in (own_attributes(thing) or {}).items() if each[0] not in hidden]

@@ -65,7 +65,8 @@ _UNCHANGING_OF = frozenset(
 class Walk:
     """Looks through what a fetch reads, and notes the state of each thing.
 
-    Numbers of the objects `owned` are compared apart; a list with an entry for each sample has one of `lengths`.
+    Numbers of the objects `owned` are compared apart; a list with an entry for each sample has one
+    of `lengths`.
     """
 
     def __init__(self, fetch: Fetch, owned: list[Owner], lengths: Iterable[int], share: float) -> None:

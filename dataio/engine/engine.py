@@ -145,9 +145,10 @@ class _Elsewhere(AccelError):
 class InlineEngine(Engine):
     """Make each batch when it is asked for, in the loop's own thread: for samples that cost less than a hand-over.
 
-    A job's seed holds for its batch alone: the loop's own random states are put back. So augmentation is the same as in
-    a worker process, and the loop draws the same numbers whichever engine fetches. Python, torch and numpy have one
-    generator for all threads: another thread that draws meanwhile gets its numbers from the batch's states.
+    A job's seed holds for its batch alone: the loop's own random states are put back. So
+    augmentation is the same as in a worker process, and the loop draws the same numbers whichever
+    engine fetches. Python, torch and numpy have one generator for all threads: another thread that
+    draws meanwhile gets its numbers from the batch's states.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -160,14 +161,20 @@ class InlineEngine(Engine):
         self.jobs.append(job)
 
     def collect(self) -> Any:
-        job = self.jobs.popleft()
+        job = self.jobs[0]  # until its batch is there: after Ctrl-C it is made again
         try:
-            if job.seed is None or self._quiet >= _TRIED:
-                return self._fetch(job.indices)
-            return self._made_from_seed(job.indices, job.seed)
+            batch = self._made(job)
         except ours() as error:
+            self.jobs.popleft()
             _tell(error, "the loop's own thread", job)
             raise
+        self.jobs.popleft()
+        return batch
+
+    def _made(self, job: BatchJob) -> Any:
+        if job.seed is None or self._quiet >= _TRIED:
+            return self._fetch(job.indices)
+        return self._made_from_seed(job.indices, job.seed)
 
     def _made_from_seed(self, indices: Any, seed: int) -> Any:
         before = [(stream, stream.read()) for stream in streams()]
@@ -202,10 +209,11 @@ class InlineEngine(Engine):
 class ThreadEngine(Engine):
     """Make batches ahead in threads of this process: for decoders that release the interpreter's lock, and storage.
 
-    The dataset is read by several threads at once if `workers` is more than 1: it must be made for that. And it may
-    not draw random numbers, since all threads draw from the same: the first batch, and the first after a change of the
-    dataset, is made in the loop's own thread while the others wait, and `ThreadsDraw` raised if it drew. Threads know
-    nothing of modes that the loop has entered: autocast, `inference_mode`, a default device.
+    The dataset is read by several threads at once if `workers` is more than 1: it must be made for
+    that. And it may not draw random numbers, since all threads draw from the same: the first batch,
+    and the first after a change of the dataset, is made in the loop's own thread while the others
+    wait, and `ThreadsDraw` raised if it drew. Threads know nothing of modes that the loop has
+    entered: autocast, `inference_mode`, a default device.
     """
 
     def __init__(self, loader: DataLoader[Any], workers: int, *, prefetch: int = 2) -> None:

@@ -1,7 +1,8 @@
 """Fetch batches in worker processes that live as long as the loader does.
 
-Each worker has one socket and no locks or queues in common with others: one that is killed takes nothing with it. What
-it was making is made again by a successor; a batch that kills two workers is reported, with the samples in it.
+Each worker has one socket and no locks or queues in common with others: one that is killed takes
+nothing with it. What it was making is made again by a successor; a batch that kills two workers is
+reported, with the samples in it.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class WorkerPool:
 class JobBook:
     """The jobs of an engine, by serial number, the oldest first, and what has come of them.
 
-    `waiting` are those whose workers were ended by a failure, or left behind in the process forked from.
+    `waiting` are those whose workers were ended by a failure, or left behind in the process forked
+    from.
     """
 
     def __init__(self) -> None:
@@ -360,7 +362,8 @@ class ProcessEngine(Engine):
 def _stuck(handle: WorkerHandle, patience_s: float) -> str:
     """Return why a worker is given up: it waits for a lock that a thread of the loop held when it was forked.
 
-    Workers by forkserver or spawn would not, but they import the script that is run, whose body may not be guarded.
+    Workers by forkserver or spawn would not, but they import the script that is run, whose body may
+    not be guarded.
     """
     batch = "a" if handle.served else "its first"
     return (

@@ -1,9 +1,10 @@
 """Shared memory that a batch travels in: written once by a worker process, read in place, used again when dropped.
 
-A slot is an anonymous file in memory (`memfd_create`), mapped by the worker that fills it and by the loop's process.
-The loop's tensors lie in the slot itself. When the last of them is gone the worker is notified and reuses the slot.
-So a batch costs one message and no fresh page: the pages of a slot are touched once, not once per batch, and nothing
-lies in /dev/shm, whose size a container limits. The file has no name and goes with the last process that maps it.
+A slot is an anonymous file in memory (`memfd_create`), mapped by the worker that fills it and by
+the loop's process. The loop's tensors lie in the slot itself. When the last of them is gone the
+worker is notified and reuses the slot. So a batch costs one message and no fresh page: the pages of
+a slot are touched once, not once per batch, and nothing lies in /dev/shm, whose size a container
+limits. The file has no name and goes with the last process that maps it.
 """
 
 from __future__ import annotations

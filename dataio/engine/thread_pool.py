@@ -1,9 +1,10 @@
 """Threads that make batches: daemons, so that a hung one doesn't keep the interpreter; at rest while a fork is made.
 
-`concurrent.futures` joins its threads when the interpreter ends, for ever if a fetch hangs. Here they are given five
-seconds: torn down in native code a thread would take the process along.
-A process that is forked while a thread holds a lock, of the dataset say, inherits the lock and nobody who releases it.
-So before a fork the threads of all pools finish what they have in hand, and take no more meanwhile.
+`concurrent.futures` joins its threads when the interpreter ends, for ever if a fetch hangs. Here
+they are given five seconds: torn down in native code a thread would take the process along. A
+process that is forked while a thread holds a lock, of the dataset say, inherits the lock and nobody
+who releases it. So before a fork the threads of all pools finish what they have in hand, and take
+no more meanwhile.
 """
 
 from __future__ import annotations

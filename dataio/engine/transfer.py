@@ -30,8 +30,8 @@ def _pin_tensor(tensor: Tensor) -> Tensor:
 class AheadCopier:
     """Copy each batch to `device` while the one before it is used.
 
-    Call it with the batches in order: `start` begins a copy, `finish` makes the compute stream wait for the oldest one
-    by an event, and returns it. On a CPU both do nothing to the batch.
+    Call it with the batches in order: `start` begins a copy, `finish` makes the compute stream wait
+    for the oldest one by an event, and returns it. On a CPU both do nothing to the batch.
 
     Args:
         device: where to copy to.

@@ -4,10 +4,11 @@ A thread of its own receives, so that a new order (give up what is stale, the lo
 through while a sample is being fetched, and so that neither side ever waits for the other to read.
 The main thread fetches and sends.
 
-Random numbers: each batch is begun with seeds derived from the epoch's base seed and the batch's number. Augmentation
-is then the same whichever worker makes the batch and however many there are. With a `worker_init_fn`, which may seed as
-it likes, a worker is seeded once, as `DataLoader` does. One that stands in for the loop's own process calls none, is no
-worker to `get_worker_info`, is not seeded, and gives back a batch for which numbers are drawn.
+Random numbers: each batch is begun with seeds derived from the epoch's base seed and the batch's
+number. Augmentation is then the same whichever worker makes the batch and however many there are.
+With a `worker_init_fn`, which may seed as it likes, a worker is seeded once, as `DataLoader` does.
+One that stands in for the loop's own process calls none, is no worker to `get_worker_info`, is not
+seeded, and gives back a batch for which numbers are drawn.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class Drew(AccelError, RuntimeError):
 def channel_of(connection: Connection) -> socket:
     """Return the connection as a socket, for files; made once, while nothing else reads or writes.
 
-    A new socket object takes on `socket.setdefaulttimeout` of the process: with that set, the connection itself would
-    no longer wait.
+    A new socket object takes on `socket.setdefaulttimeout` of the process: with that set, the
+    connection itself would no longer wait.
     """
     channel = socket(AF_UNIX, SOCK_STREAM, fileno=os.dup(connection.fileno()))
     channel.setblocking(True)

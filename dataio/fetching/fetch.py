@@ -1,8 +1,9 @@
 """Make a batch from a list of indices, as a `DataLoader` does, and say which sample failed when one did.
 
-A `TensorDataset`, or a `Subset` of one, with the default collate function is asked for its tensors by the whole list,
-which copies the same rows that stacking would; a dataset with `__getitems__` for the list of samples in one call. In
-place of both, and of one sample after the other, a cache may stand that knows the samples (`keep_samples`).
+A `TensorDataset`, or a `Subset` of one, with the default collate function is asked for its tensors
+by the whole list, which copies the same rows that stacking would; a dataset with `__getitems__` for
+the list of samples in one call. In place of both, and of one sample after the other, a cache may
+stand that knows the samples (`keep_samples`).
 """
 
 from __future__ import annotations

@@ -171,8 +171,8 @@ def tuner_of(engines: LoaderEngines) -> Tuner:
 def watch_of(engines: LoaderEngines) -> FetchWatch:
     """Return what sees whether fetching changes something.
 
-    Who declares that threads may read a dataset together means what it changes, too; of the collate function that says
-    nothing. Draws are seen by the engine: around a fetch the sampler draws too.
+    Who declares that threads may read a dataset together means what it changes, too; of the collate
+    function that says nothing. Draws are seen by the engine: around a fetch the sampler draws too.
     """
     fetch = fetch_of(engines.loader)
     if not engines.declared_safe:

@@ -1,7 +1,11 @@
-"""The jobs of an epoch: made of its index lists, given to an engine, and forgotten once their batch is collected.
+"""The jobs of an epoch: made of its index lists, given to an engine, and kept until the loop is past their batches.
 
-jobs:   the engine has them | drawn | those of the epoch drawn ahead
-        ^ served            ^ given
+    jobs:   collected, maybe in the loop's hands | the engine has them | drawn | those of the epoch drawn ahead
+            ^ handed                             ^ served              ^ given
+
+A job stays on record until the loop asks for a batch after it. So after Ctrl-C, wherever it came,
+everything from `handed` on can be made again. All that changes when a batch is collected is one
+number.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from accel.dataio.engine.engine import BatchJob, Engine
 from accel.dataio.fetching.randomness import derived_seed
 from accel.dataio.passes.epochs import Ahead, draw_at_end, draws_at_end, ordering
+from accel.profiler.errors import InvalidState
 from accel.profiler.interruptions import ours
 
 if TYPE_CHECKING:
@@ -25,7 +30,8 @@ if TYPE_CHECKING:
 class IndexLists:
     """Yields the index lists of an epoch, first those that were drawn before and given back.
 
-    `is_on_demand`: each is drawn when the loop asks for it. `is_ahead`: they are those of copies of the samplers.
+    `is_on_demand`: each is drawn when the loop asks for it. `is_ahead`: they are those of copies of
+    the samplers.
     """
 
     def __init__(
@@ -38,7 +44,7 @@ class IndexLists:
         is_ahead: bool = False,
     ) -> None:
         self._loader, self._lists = loader, indices
-        self.exhausted = False
+        self.exhausted = self._is_drawing = False
         self._owes_end = is_ahead and draws_at_end(loader)
         self._generator = ordering(loader).generator if draws_at_end(loader) and not is_ahead else None
         self.is_on_demand = False
@@ -98,6 +104,11 @@ class IndexLists:
     def give_back(self, jobs: list[BatchJob]) -> None:
         """Take back lists that were drawn and not used, those of these jobs, oldest first."""
         self._dataset = None
+        if self._is_drawing and self._error is None:
+            self._error = InvalidState(
+                "this pass can't go on: it was interrupted while the sampler drew an index list, which is lost; "
+                "begin a new pass over the loader"
+            )
         if jobs:
             self.next_number, self.exhausted = jobs[0].number, False
         self._back.extendleft(job.indices for job in reversed(jobs))
@@ -110,13 +121,19 @@ class IndexLists:
 
     def next_job(self, take: Callable[[BatchJob], Any]) -> bool:
         """Hand the next list to `take`, as a job, and return whether there was one."""
+        self._is_drawing = True  # after an interruption the list is lost
         try:
             indices = next(self)
         except StopIteration:
+            self._is_drawing = False
             return False
+        except ours():
+            self._is_drawing = False
+            raise
         seed = derived_seed(self.base_seed, self.next_number) if self._seeds else None
         take(BatchJob(indices, seed, self._dataset, self.next_number))
         self.next_number += 1
+        self._is_drawing = False
         return True
 
 
@@ -125,6 +142,7 @@ class EpochJobs:
 
     Attributes:
         served: number of the next batch to be collected.
+        handed: number of the first batch that the loop has not got; set by whoever hands them over.
         failed: the next batch could not be made, and the engine has its job no more.
         feeding: lists are drawn; False drains the engine: it returns what is under way, and then the epoch ends.
         ended: the loop has been told that there are no more batches.
@@ -136,8 +154,7 @@ class EpochJobs:
     def __init__(self, lists: IndexLists, ahead: Ahead | None = None, *, may_look_ahead: bool = True) -> None:
         self.lists, self.ahead, self.may_look_ahead = lists, ahead, may_look_ahead
         self._jobs: deque[BatchJob] = deque()
-        self._given = 0  # of these: the engine has them
-        self.served = lists.next_number
+        self.served = self.handed = self._given = lists.next_number
         self.feeding, self.failed, self.ended = True, False, False
         self.following: EpochJobs | None = None
         self.sampler_error: Exception | None = None
@@ -145,18 +162,19 @@ class EpochJobs:
     @property
     def waiting(self) -> int:
         """How many jobs of this epoch have not been collected."""
-        return len(self._jobs)
+        return self._jobs[-1].number + 1 - self.served if self._jobs else 0
 
     @property
     def oldest(self) -> BatchJob | None:
         """The job whose batch is the next one."""
-        return self._jobs[0] if self._jobs else None
+        return self._jobs[self.served - self._jobs[0].number] if self.waiting > 0 else None
 
     @property
     def is_over(self) -> bool:
         """Whether the loop has got all batches, and the sampler has drawn all that it draws in an epoch.
 
-        A loop that leaves with the last batch does not ask for one more, which is when the sampler may draw once more.
+        A loop that leaves with the last batch does not ask for one more, which is when the sampler
+        may draw once more.
         """
         return self.waiting == 0 and self.lists.is_over
 
@@ -174,38 +192,46 @@ class EpochJobs:
 
     def give(self, engine: Engine, check: AheadCheck, most: int) -> int:
         """Give an engine jobs until it has `most`, the oldest first; return how many more it may have."""
-        while self._given < min(most, self.waiting):
-            job = self._jobs[self._given]
+        end = self.served + min(most, self.waiting)
+        while self._given < end:
+            job = self._jobs[self._given - self._jobs[0].number]
             engine.submit(job._replace(watch=check.watch) if check.strict else job)
             self._given += 1
         room = most - self.waiting
         return room if self.following is None else self.following.give(engine, check, room)
 
-    def collected(self) -> None:
-        """Forget the oldest job: its batch is there."""
-        if self.lists.is_cut_short(self._jobs.popleft()):
+    def collected(self, job: BatchJob) -> None:
+        """Count the oldest job as collected."""
+        if self.lists.is_cut_short(job):
             self.lists.end()  # the sampler is read to its end for a batch that it can't fill
-        self._given -= 1
         self.served += 1
-        self.failed = False
 
-    def pass_over(self) -> None:
-        """Forget a job whose batch could not be made."""
+    def move_on(self) -> None:
+        """Forget the batches handed over, as the loop asks for another, and pass over one that could not be made."""
         if self.failed:
-            self.collected()
+            self.failed = False
+            self.served += 1
+        while self._jobs and self._jobs[0].number < self.handed:
+            self._jobs.popleft()
+
+    def go_back(self) -> None:
+        """Begin again with the first batch that the loop has not got; the engine has no jobs any more."""
+        self.move_on()
+        self.served = self._given = self.handed
+        self.failed, self.following = False, None
 
     def take_back(self, engine: Engine) -> None:
         """Have an engine forget the jobs that it has; it gets those of this epoch again, of the dataset as it is."""
-        if self._given > self.failed or self.following is not None:
+        if self._given > self.served + self.failed or self.following is not None:
             engine.discard()
         self._jobs = deque(job._replace(dataset=None) for job in self._jobs)
         self.lists.number(self.lists.base_seed, self.lists.next_number)
-        self._given, self.failed, self.following = 0, False, None
+        self._given, self.failed, self.following = self.served, False, None
 
     def give_lists_back(self) -> None:
         """Have the lists under way be drawn again, as the loop asks for them."""
         self.lists.is_on_demand = True
-        self.lists.give_back(list(self._jobs))
+        self.lists.give_back([job for job in self._jobs if job.number >= self.served])
         self._jobs.clear()
 
     def drop(self, engine: Engine) -> None:

@@ -1,9 +1,10 @@
 """The index lists of an epoch: drawn early, and seen to be the right ones.
 
-The next epoch is drawn by copies of samplers and generators, in the order in which a `DataLoader` draws: the workers'
-base seed first, then the sampler at its first index. `RandomSampler` draws once more when it is exhausted. When the
-loop does begin the epoch, the random states are compared with those that were copied. If they are equal, the lists are
-exactly what the plain loader would have drawn, and the states are advanced as they would have been, by the same draws.
+The next epoch is drawn by copies of samplers and generators, in the order in which a `DataLoader`
+draws: the workers' base seed first, then the sampler at its first index. `RandomSampler` draws once
+more when it is exhausted. When the loop does begin the epoch, the random states are compared with
+those that were copied. If they are equal, the lists are exactly what the plain loader would have
+drawn, and the states are advanced as they would have been, by the same draws.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class Ahead:
 class Guesses:
     """What a sampler's next epoch is guessed from, and whether that is worth while.
 
-    `step` is by how much the sampler's epoch is expected to move on, `failed` counts epochs begun ahead in vain.
+    `step` is by how much the sampler's epoch is expected to move on, `failed` counts epochs begun
+    ahead in vain.
     """
 
     def __init__(self) -> None:

@@ -2,19 +2,26 @@
 
 It lies below everything that makes the loader's batches: the loader's own iterator, threads, and
 worker processes that are forked from now on. The loop may change its dataset at any time. So the
-dataset is compared when an epoch begins (`accel.dataio.dataset.watch`), and its surface before each
-batch; after a change all is begun anew, and after a few changes, or where a change could not be
-seen, given up. When an epoch begins some samples are fetched and compared, too: so a folder of files
-that was written anew is found out.
+dataset is compared when an epoch begins (`accel.dataio.dataset.watch`), with the files that it
+names, and its surface before each batch; after a change all is begun anew, and after a few changes,
+or where a change could not be seen, given up. When an epoch begins some samples are fetched and
+compared, too.
 """
 
 from __future__ import annotations
 
+import os
+import stat
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import PurePath
 from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
 from accel.dataio.batches import one_memory
+from accel.dataio.dataset.reach import attributes, is_code
 from accel.dataio.dataset.watch import DatasetWatch
 from accel.dataio.fetching.fetch import Fetch, keep_samples, whole_tensors
 from accel.dataio.fetching.randomness import states_of_their_own
@@ -36,6 +43,10 @@ _MOST_ROUNDS = 4
 _MOST_NOTING = 1.0
 # Samples compared when an epoch begins: at most so many, and this share.
 _CHECKED_FIRST, _CHECKED_SHARE = 16, 0.01
+# Of what a dataset holds, so many things are looked at for paths.
+_MOST_NAMED = 100_000
+# So many files are looked at each time, and more for so many seconds: 2 µs each, 2 ms on storage far away.
+_FILES_LEAST, _FILES_S = 256, 0.05
 
 
 def not_keepable(loader: DataLoader[Any]) -> str:
@@ -68,6 +79,7 @@ class KeptSamples:
         self._is_worth_it = False
         self._changes = 0
         self._watch: DatasetWatch | None = None
+        self._files = NamedFiles(loader.dataset)
         try:
             self._cache = cache = SampleCache(loader.dataset)
             noting = cache.cache_keeper.noting_share(cache.fetch)
@@ -186,14 +198,78 @@ class KeptSamples:
             return
         # What stacks its samples at once copies them; another collate function may hold on to one.
         cache.cache_keeper.share_memory = self.loader.collate_fn is default_collate
-        is_other = False
+        is_other = self._files.changed()
         if self._watch is None or self._watch.changed(thoroughly=True):
-            is_other = self._watch is not None
+            is_other = is_other or self._watch is not None
             self._watch = DatasetWatch(Fetch(self.loader.dataset, list, batched=True), share=_LOOK_SHARE)
         if self._watch.unseen_at_all:
             self._drop("the dataset holds what can't be looked into for a change in place")
         elif is_other:
             self._changes += 1
+            self._files = NamedFiles(self.loader.dataset)
             cache.forget()
             if self._changes > _MOST_CHANGES:
-                self._drop("the dataset keeps changing")
+                self._drop("the dataset, or a file that it names, keeps changing")
+
+
+class NamedFiles:
+    """The files whose paths a dataset holds, in attributes or in lists, tuples and dicts.
+
+    They are looked at in turn, as many at a time as take a moment. A name that is put together while
+    a sample is fetched is not seen here. A folder doesn't count: a loop may save its results there.
+
+    Example:
+        >>> NamedFiles({"index": "samples.txt"}).changed()
+        False
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._paths = deque(dict.fromkeys(_paths(dataset)))
+        self._written: dict[str, tuple[int, ...] | None] = {}
+        self.changed()
+
+    def changed(self) -> bool:
+        """Return whether one of the files whose turn it is was written or removed since its last look."""
+        until, changed = time.perf_counter() + _FILES_S, False
+        for count in range(len(self._paths)):
+            if count >= _FILES_LEAST and time.perf_counter() > until:
+                break
+            path = self._paths.popleft()
+            before, now = self._written.get(path), _written(path)
+            changed = changed or (before is not None and now != before)
+            if before or now:  # what is no file is not asked about again
+                self._paths.append(path)
+                self._written[path] = now
+        return changed
+
+
+def _written(path: str) -> tuple[int, ...] | None:
+    """Return when a file was written, its size, and which one it is; None if there is none."""
+    try:
+        state = os.stat(path)
+    except (OSError, ValueError):  # no file, or a text that can't be the name of one
+        return None
+    return (state.st_mtime_ns, state.st_size, state.st_ino) if stat.S_ISREG(state.st_mode) else None
+
+
+def _paths(dataset: Any) -> Iterator[str]:
+    waiting, seen, left = deque([dataset]), set[int](), _MOST_NAMED
+    while waiting and left:
+        thing, left = waiting.popleft(), left - 1
+        if isinstance(thing, str | PurePath):
+            path = os.fspath(thing)
+            if os.sep in path or "." in path:
+                yield path
+        elif isinstance(thing, int | float | bytes | None) or is_code(thing):
+            continue
+        elif id(thing) not in seen:
+            seen.add(id(thing))
+            waiting.extend(_parts(thing))
+
+
+def _parts(thing: Any) -> Iterable[Any]:
+    if isinstance(thing, dict):
+        return [*thing, *thing.values()][:_MOST_NAMED]
+    if isinstance(thing, list | tuple):
+        return thing[:_MOST_NAMED]
+    return [value for _, value in attributes(thing)]

@@ -52,8 +52,9 @@ def not_continuable(loader: DataLoader[Any]) -> str:
 def not_read_ahead(loader: DataLoader[Any]) -> str:
     """Return '' if index lists may be drawn before the loop asks for their batches, else the reason why not.
 
-    torch's samplers, by their very classes, draw what they need when an epoch begins, and those with `peek_epoch` say
-    so. Any other may read what the loop sets in the meantime: a loss, a counter, a batch size.
+    torch's samplers, by their very classes, draw what they need when an epoch begins, and those
+    with `peek_epoch` say so. Any other may read what the loop sets in the meantime: a loss, a
+    counter, a batch size.
     """
     from accel.dataio.passes.epochs import can_draw_ahead, can_peek, ordering
 

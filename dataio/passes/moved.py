@@ -56,8 +56,9 @@ def _processes(loader: DataLoader[Any], workers: int) -> ProcessEngine:
 def same_as_plain(loader: DataLoader[Any], workers: PrefetchAcrossEpochs) -> bool:
     """Fetch the dataset's first samples plainly and through `workers`, and return whether the bits agree.
 
-    A batch of the loader's own size is taken from the front of the dataset; no sampler and no random state is touched.
-    Plainly first: processes are forked by the first fetch through them, and what the plain one has moved shows.
+    A batch of the loader's own size is taken from the front of the dataset; no sampler and no
+    random state is touched. Plainly first: processes are forked by the first fetch through them,
+    and what the plain one has moved shows.
     """
     indices = _first(loader)
     plain = _plain(loader, indices)

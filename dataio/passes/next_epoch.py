@@ -1,10 +1,10 @@
 """The next epoch of a loader with workers of its own, begun while the loop is at the last batches of this one.
 
-A `DataLoader` with workers starts them anew for each epoch, and the loop waits for their first batches.
-Here torch's own iterator over the next epoch is made as soon as all index lists of this one have been
-given out, under a copy of the random states. It is used if the next epoch is the one that the loader
-would begin then: random states, samplers, options and dataset are compared. So the batches are those
-of the plain loader, whatever dataset and `worker_init_fn` do.
+A `DataLoader` with workers starts them anew for each epoch, and the loop waits for their first
+batches. Here torch's own iterator over the next epoch is made as soon as all index lists of this
+one have been given out, under a copy of the random states. It is used if the next epoch is the one
+that the loader would begin then: random states, samplers, options and dataset are compared. So the
+batches are those of the plain loader, whatever dataset and `worker_init_fn` do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """One pass over a loader, as an iterator: its batches are prefetched by an engine, or come from a plain iterator.
 
-An engine works for one pass at a time, the newest. When a newer pass begins, when the engine fails or is no longer
-wanted, the pass is detached: another iterator makes the rest of its epoch. For `ContinuousLoader` that is the loop's
-own thread, under the controller torch's iterator, given the lists that are left.
+An engine works for one pass at a time, the newest. When a newer pass begins, when the engine fails
+or is no longer wanted, the pass is detached: another iterator makes the rest of its epoch. For
+`ContinuousLoader` that is the loop's own thread, under the controller torch's iterator, given the
+lists that are left.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 class EpochIterator(ABC):
     """One pass over a loader, as an iterator; it decides which engine makes the batches.
 
-    `position` is the number of the next batch; `continuous` prefetches them, and while that is None `rest` yields them.
+    `position` is the number of the next batch; `continuous` prefetches them, and while that is None
+    `rest` yields them.
     """
 
     def __init__(self, copier: AheadCopier | None = None) -> None:
@@ -36,8 +38,12 @@ class EpochIterator(ABC):
         except ours():
             raise
         except BaseException:
-            self._interrupted()
+            self._throw_away()
             raise
+
+    def _throw_away(self) -> None:
+        if self.continuous is not None:
+            self.continuous.interrupted()
 
     @abstractmethod
     def _begin(self) -> None:
@@ -55,10 +61,13 @@ class EpochIterator(ABC):
         """Detach the pass from an engine that raised and return True; return False if the loop is to get the error."""
         return False
 
-    def _interrupted(self) -> None:
-        """Go on without the engine: something like Ctrl-C came, whatever that was at."""
+    def give_back(self, position: int) -> None:
+        """Make the batches from number `position` on without the engine: an interruption kept them from the loop."""
         if self.continuous is not None:
-            self.continuous.interrupted()
+            if self._copier is not None:
+                self._copier, self._late = type(self._copier)(self._copier.device), None
+            self._stand_at(position)
+            self._throw_away()
             self.detach()
 
     def detach(self) -> None:
@@ -71,6 +80,7 @@ class EpochIterator(ABC):
         return self
 
     def __next__(self) -> Any:
+        position = self.position
         try:
             batch = self._fetch() if self._copier is None else self._copied(self._copier)
             self._stand_at(self.position + 1 if self.continuous is None else self._reached)
@@ -81,7 +91,7 @@ class EpochIterator(ABC):
         except ours():
             raise
         except BaseException:
-            self._interrupted()
+            self.give_back(position)
             raise
 
     def _fetch(self) -> Any:
@@ -93,18 +103,16 @@ class EpochIterator(ABC):
             self.detach()  # the engine was drained
         except ours() as error:
             if self.continuous is None or not self._failed(error):
-                self._pass_over()
+                if self.continuous is not None:  # the batch that could not be made is passed over
+                    self.continuous.epoch.move_on()
+                self._stand_at(self.position + 1 if self.continuous is None else self._reached)
                 raise
         return self._fetch()
 
-    def _pass_over(self) -> None:
-        """Skip the batch that could not be made."""
-        if self.continuous is not None:
-            self.continuous.epoch.pass_over()
-        self._stand_at(self.position + 1 if self.continuous is None else self._reached)
-
     def _stand_at(self, position: int) -> None:
         self.position = position
+        if self.continuous is not None:
+            self.continuous.epoch.handed = position
 
     def _end(self) -> None:
         self.continuous, self.rest = None, iter(())  # a newer pass has nothing to detach, and keeps what is made ahead
@@ -170,6 +178,7 @@ class InlineRest:
         return self
 
     def __next__(self) -> Any:
-        if not self._left.next_job(self._engine.submit):
+        # A job whose batch was interrupted is the engine's still.
+        if not self._engine.jobs and not self._left.next_job(self._engine.submit):
             raise StopIteration
         return self._engine.collect()

@@ -71,7 +71,8 @@ class PrefetchAcrossEpochs:
     def resume(self) -> bool:
         """Go on with the epoch drawn ahead, if it is what the loader would draw now; return whether it is.
 
-        On success the random states are advanced exactly as beginning the plain loader's epoch would have.
+        On success the random states are advanced exactly as beginning the plain loader's epoch
+        would have.
         """
         following = self.epoch.following
         if following is None or following.ahead is None or not (self.epoch.feeding and self.epoch.is_over):
@@ -118,12 +119,13 @@ class PrefetchAcrossEpochs:
     def fetch(self) -> Any:
         """Return the next batch of the running epoch; raises StopIteration at its end or when drained.
 
-        After an Exception the batch is passed over, unless another engine is switched to, which makes it again.
+        After an Exception the batch is passed over, unless another engine is switched to, which
+        makes it again.
         """
         if os.getpid() != self._owner:
             self.interrupted()
             raise StopIteration
-        self.epoch.pass_over()
+        self.epoch.move_on()
         self.prime()
         epoch = self.epoch
         if (job := epoch.oldest) is None:
@@ -141,7 +143,7 @@ class PrefetchAcrossEpochs:
         except ours():
             epoch.failed = True
             raise
-        epoch.collected()
+        epoch.collected(job)
         try:
             if self.engine.capacity > 1:
                 self._fill()
@@ -194,11 +196,13 @@ class PrefetchAcrossEpochs:
         return True
 
     def interrupted(self) -> None:
-        """Give up what the engine has, whatever it was at: the rest of the pass is made without it."""
-        self._owner = os.getpid()
+        """Give up what the engine has, whatever it was at: the batches from `handed` on are made without it."""
+        self._owner = 0  # Ctrl-C may come once more
         self.engine.reset()
+        self.epoch.go_back()
         self.epoch.feeding = False
         self.copies.made(self.engine)
+        self._owner = os.getpid()
 
     def switch(self, engine: Engine) -> None:
         """Go on with another engine from the next batch on; what is under way is made again by it."""
@@ -282,8 +286,8 @@ class DatasetCopies:
     def expected(self, engine: Engine) -> tuple[Numbers, Any] | None:
         """Return what an engine is to make the next epoch's batches from, before that begins.
 
-        These are the numbers that differ by then, and the dataset to read in place of the loop's own, None for that;
-        None if it can't be had, or could change without being seen.
+        These are the numbers that differ by then, and the dataset to read in place of the loop's
+        own, None for that; None if it can't be had, or could change without being seen.
         """
         if self._watch.unseen_at_all:
             return None

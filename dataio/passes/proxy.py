@@ -1,11 +1,13 @@
 """The loader that the loop gets back: the user's own, with a listener.
 
-`LoaderProxy` answers everything as the loader it stands for (`len`, `dataset`, `batch_size`, `isinstance`, operators),
-calls a listener when a batch is requested and delivered, and can switch the engine that fetches its batches from one
-batch to the next, in the same order. Without a listener it *is* the plain loader.
+`LoaderProxy` answers everything as the loader it stands for (`len`, `dataset`, `batch_size`,
+`isinstance`, operators), calls a listener when a batch is requested and delivered, and can switch
+the engine that fetches its batches from one batch to the next, in the same order. Without a
+listener it *is* the plain loader.
 
-Python looks special methods up on the type, so a proxy of a list must be of a type that has those of a list, and one of
-a generator of a type that has none of them. Each type of loader gets a type of proxies of its own.
+Python looks special methods up on the type, so a proxy of a list must be of a type that has those
+of a list, and one of a generator of a type that has none of them. Each type of loader gets a type
+of proxies of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel.dataio.passes.passes import ActiveIterator, EpochIterator
+from accel.profiler.interruptions import ours
 
 if TYPE_CHECKING:
     from accel.dataio.dataset.fetch_watch import FetchWatch
@@ -163,7 +166,8 @@ class LoaderProxy:
     def _accel_next(self) -> Any:
         """Return the next batch of a loader that is an iterator itself: of a generator as one pass that is listened to.
 
-        Others may begin anew when they are asked for an iterator, so that only the loop may do that.
+        Others may begin anew when they are asked for an iterator, so that only the loop may do
+        that.
         """
         if self._accel_listener is None or not isinstance(self._accel_loader, Generator):
             return next(self._accel_loader)
@@ -237,20 +241,26 @@ class _Listened(EpochIterator):
     def __next__(self) -> Any:
         if self._has_ended:  # a loop that fetches ahead may ask again: that ends neither a step nor an epoch
             raise StopIteration
-        self._underway.asked = self._name
-        self._listener.batch_requested()
+        position = self.position
         try:
-            batch = super().__next__()
-        except StopIteration:
-            self._has_ended = True
-            self._listener.epoch_ended()
-            self._underway.end(self._name)
-            raise
-        if self._transforms:
+            self._underway.asked = self._name
+            self._listener.batch_requested()
+            try:
+                batch = super().__next__()
+            except StopIteration:
+                self._has_ended = True
+                self._listener.epoch_ended()
+                self._underway.end(self._name)
+                raise
             for transform in self._transforms.values():
                 batch = transform(batch)
-        self._listener.batch_delivered(batch)
-        return batch
+            self._listener.batch_delivered(batch)
+            return batch
+        except ours():
+            raise
+        except BaseException:
+            self.give_back(position)
+            raise
 
     def __len__(self) -> int:
         """Return the batches of the whole pass, as torch's iterators do; those of other loaders may have no length."""
@@ -338,7 +348,8 @@ class _Listened(EpochIterator):
 def _quiet_iter(loader: DataLoader[Any]) -> Any:
     """Return a plain iterator of `loader` without drawing from its generator, or torch's own, and without index lists.
 
-    Its sampler is not asked for a pass: to one that counts them, or starts afresh, that would be the end of this one.
+    Its sampler is not asked for a pass: to one that counts them, or starts afresh, that would be
+    the end of this one.
     """
     mute = copy.copy(loader)
     mute.__dict__.update(generator=torch.Generator(), sampler=())  # the base seed is drawn here

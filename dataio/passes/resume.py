@@ -1,10 +1,11 @@
 """Where a loop stands in its data, as a state that another run can go on from.
 
-The state holds the random states under which the epoch's order was drawn and the number of batches handed over; not a
-list of indices. Going on draws the same order again and passes over the lists that were served, without fetching them.
-It does not depend on how batches are made: the number of workers may be another, and so may the batch size, unless a
-batch sampler of its own kind makes the batches. With a `DistributedSampler` the number of ranks may be another too, at
-each resumption: its order doesn't depend on it, so that the place in it, up to which all ranks together have taken
+The state holds the random states under which the epoch's order was drawn and the number of batches
+handed over; not a list of indices. Going on draws the same order again and passes over the lists
+that were served, without fetching them. It does not depend on how batches are made: the number of
+workers may be another, and so may the batch size, unless a batch sampler of its own kind makes the
+batches. With a `DistributedSampler` the number of ranks may be another too, at each resumption: its
+order doesn't depend on it, so that the place in it, up to which all ranks together have taken
 samples, is enough to deal the rest anew.
 """
 
@@ -56,8 +57,8 @@ def _stateful(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
 def _dealt(loader: DataLoader[Any], start: int, served: int) -> dict[str, int] | None:
     """Return how the samples become the batches of each rank, None with a batch sampler that has its own way.
 
-    A DistributedSampler deals the order of all ranks, another sampler gives this rank's; the batches `served` before it
-    don't count from place `start` on.
+    A DistributedSampler deals the order of all ranks, another sampler gives this rank's; the
+    batches `served` before it don't count from place `start` on.
     """
     size = _batch_size(loader)
     if size is None:
@@ -126,8 +127,8 @@ def draw_again(
 ) -> tuple[Iterator[Any], int]:
     """Draw the epoch of `state` again, pass over what was served, and return the index lists left, and the base seed.
 
-    torch's global random state is left as it is. Those of the loader's own generators are left as the epoch's beginning
-    left them.
+    torch's global random state is left as it is. Those of the loader's own generators are left as
+    the epoch's beginning left them.
     """
     put_back(loader, begun)
     seeded, dealt = state["base_seed"] if state["kept_seed"] else None, begun["dealt"]
@@ -157,8 +158,8 @@ def _batches(loader: DataLoader[Any], samples: Iterator[int]) -> Iterator[Any]:
 def _dealt_from(sampler: DistributedSampler[Any], start: int) -> Iterator[int]:
     """Deal the order from place `start` on to the ranks, each sample once.
 
-    Like DistributedSampler, ranks are evened out with repeats from the front, or with drop_last by leaving out. So they
-    get what it would have gone on with if they are as many as before.
+    Like DistributedSampler, ranks are evened out with repeats from the front, or with drop_last by
+    leaving out. So they get what it would have gone on with if they are as many as before.
     """
     of_all = DistributedSampler[int](sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
     of_all.set_epoch(sampler.epoch)

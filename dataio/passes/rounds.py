@@ -1,9 +1,10 @@
 """Try several settings on the running loop, in rounds: a block of batches of each, there and back again.
 
-A round puts the blocks of all settings side by side, so that what drifts meanwhile (a crowd that comes and goes, a
-clock that slows down) touches all alike: settings are compared within rounds, by the mean of log ratios. What is surely
-slower leaves early. It ends when the setting to be taken is surely not slower than any other by more than `_REGRET`: on
-a quiet machine after three rounds, on a crowded one after as many as that needs, at most `_MOST`.
+A round puts the blocks of all settings side by side, so that what drifts meanwhile (a crowd that
+comes and goes, a clock that slows down) touches all alike: settings are compared within rounds, by
+the mean of log ratios. What is surely slower leaves early. It ends when the setting to be taken is
+surely not slower than any other by more than `_REGRET`: on a quiet machine after three rounds, on a
+crowded one after as many as that needs, at most `_MOST`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
 """Choose how batches are made by measuring it on the running loop.
 
-The first batches are made in the loop's own thread. If that takes next to nothing beside the step, it stays so. If not,
-the settings that could be faster are tried on real batches, in rounds (`accel.dataio.passes.rounds`): about a second in
-all on a quiet machine. What counts is the loop's time per batch: its wait for the batch, and its own step, which
-workers may slow down. The fastest setting stays; a simpler one does if it is within 3 %. From then on the look-ahead
-follows the loop's wait. When the loop waits much longer than it did when that was decided, when its step becomes
-another, and now and then while it waits at all, the choice is made anew; what was in use stays unless something else is
-faster.
+The first batches are made in the loop's own thread. If that takes next to nothing beside the step,
+it stays so. If not, the settings that could be faster are tried on real batches, in rounds
+(`accel.dataio.passes.rounds`): about a second in all on a quiet machine. What counts is the loop's
+time per batch: its wait for the batch, and its own step, which workers may slow down. The fastest
+setting stays; a simpler one does if it is within 3 %. From then on the look-ahead follows the
+loop's wait. When the loop waits much longer than it did when that was decided, when its step
+becomes another, and now and then while it waits at all, the choice is made anew; what was in use
+stays unless something else is faster.
 
-More workers than cores are tried only where making a batch is asleep for long: for storage, for the network. A thread
-that waits for a core is not asleep. The clock can't tell the two apart, the scheduler can.
+More workers than cores are tried only where making a batch is asleep for long: for storage, for the
+network. A thread that waits for a core is not asleep. The clock can't tell the two apart, the
+scheduler can.
 """
 
 from __future__ import annotations
@@ -50,13 +52,11 @@ _MOST_AHEAD = 64
 
 
 class InlineCost(NamedTuple):
-    """What batches made in the loop's thread showed: seconds per batch."""
+    """Seconds of a batch made in the loop's thread: its fetch, of that on a core and in line for one; the step."""
 
     fetch_s: float
     run_s: float
-    """Of these: on a core."""
     line_s: float
-    """And in line for one."""
     step_s: float
 
 
@@ -108,8 +108,9 @@ class Busy(NamedTuple):
     def now(cls) -> Busy:
         """Return the seconds so far.
 
-        Threads that help with a batch count: while the loop's thread sleeps, they may be at work on it. Where the
-        system keeps no record of the line, a crowded core can't be distinguished from slow storage.
+        Threads that help with a batch count: while the loop's thread sleeps, they may be at work on
+        it. Where the system keeps no record of the line, a crowded core can't be distinguished from
+        slow storage.
         """
         meter = ThreadMeter("thread-self")
         seen = meter.read()
@@ -121,16 +122,13 @@ class Busy(NamedTuple):
 
 
 class LookAhead:
-    """How many batches each worker may be ahead, from how long the running loop waits.
+    """How many batches each worker may be ahead, from how long the running loop waits; `fixed`: as many as at first.
 
-    Batches that all cost the same need two. If now and then one takes long (a slow answer of the storage, a long clip,
-    a step that saves), the queue runs dry although the workers are fast enough on average. Then a deeper queue bridges
-    the gap. It costs memory and no time, so nothing is tried beforehand: while the loop waits, the look-ahead is
-    multiplied by four, and put back if that didn't shorten the wait by a third, as when the workers are just too slow.
-
-    Args:
-        batches: at the beginning, at least 1.
-        fixed: leave it at that.
+    Batches that all cost the same need two. If now and then one takes long (a slow answer of the
+    storage, a long clip, a step that saves), the queue runs dry although the workers are fast
+    enough on average. Then a deeper queue bridges the gap. It costs memory and no time, so nothing
+    is tried beforehand: while the loop waits, the look-ahead is multiplied by four, and put back if
+    that didn't shorten the wait by a third, as when the workers are just too slow.
 
     Example:
         >>> ahead = LookAhead(2)

@@ -1,13 +1,13 @@
 """Samples as bytes, and the memory that they lie in, which processes share that are forked after it was made.
 
-All samples that are kept have one layout, taken from the first: a structure of tensors, arrays, numbers and texts. What
-has another one (a tensor of another shape, a longer list) is not kept, and fetched as ever. A sample made from bytes
-has memory of its own, and is what was packed in all that a collate function or a model can tell: types, shapes,
-strides, bits.
+All samples that are kept have one layout, taken from the first: a structure of tensors, arrays,
+numbers and texts. What has another one (a tensor of another shape, a longer list) is not kept, and
+fetched as ever. A sample made from bytes has memory of its own, and is what was packed in all that
+a collate function or a model can tell: types, shapes, strides, bits.
 
-Each sample has its place, by its index, so that nothing is allocated or locked when one is written: whoever writes it
-writes the same bytes. A place costs memory once it is written. What each place holds is said by its state, which is
-written last.
+Each sample has its place, by its index, so that nothing is allocated or locked when one is written:
+whoever writes it writes the same bytes. A place costs memory once it is written. What each place
+holds is said by its state, which is written last.
 """
 
 from __future__ import annotations
@@ -44,11 +44,7 @@ class NotKept(InvalidArgument):
 
 
 class Leaf(ABC):
-    """One value of a sample.
-
-    Attributes:
-        size: bytes, the same for each sample.
-    """
+    """One value of a sample; `size` is its bytes, the same for each sample."""
 
     size: int
 
@@ -58,12 +54,7 @@ class Leaf(ABC):
 
     @abstractmethod
     def unpack(self, packed: Bytes, share: bool) -> Sequence[Any]:
-        """Return the values of some samples.
-
-        Args:
-            packed: memory of nobody else's, one row for each sample.
-            share: they may lie in memory of that whole batch; if not, each has its own.
-        """
+        """Return the values of some samples, from memory of nobody else's; they may `share` it, or each has its own."""
 
 
 class _DenseLeaf(Leaf):
@@ -235,14 +226,7 @@ class _Group:
 
 
 class SampleLayout:
-    """The layout of a sample and of all that are like it.
-
-    Args:
-        sample: the example.
-
-    Attributes:
-        leaves: its values, in order.
-        size: bytes of a sample.
+    """The layout of a sample, and of all that are like it: its values in order, and the bytes of a sample.
 
     Raises:
         NotKept: if it holds something else than plain tensors, arrays, numbers and texts.
@@ -285,12 +269,7 @@ class SampleLayout:
         return rows if is_like else None
 
     def unpack(self, packed: Sequence[Bytes], share: bool = False) -> list[Any]:
-        """Return samples.
-
-        Args:
-            packed: for each leaf a row for each sample, in memory of nobody else's.
-            share: tensors may share the memory of the whole batch, which is enough if they are stacked at once.
-        """
+        """Return samples from a row of each leaf; their tensors may `share` memory if they are stacked at once."""
         columns = {id(leaf): leaf.unpack(rows, share) for leaf, rows in zip(self.leaves, packed, strict=True)}
         return [sample for (sample,) in self._root.build(columns)]
 

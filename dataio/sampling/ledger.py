@@ -66,12 +66,10 @@ class Ledger:
     """Which of a sampler's steps are dealt, which one is in hand, and what is consumed.
 
     Attributes:
-        deals: replaced where the batch size changes.
         place: what is consumed, and nothing beyond it; `ElasticSampler.count` sets it.
         under_way: steps that are dealt and not yet taken, of the pass that was delivered or begun last.
         begun_last: those of the pass that was begun last, by which `deliver` knows it.
         in_hand: the step that was delivered last; None where a pass begins.
-        is_counting: something counts what the loop takes.
         trained: the step that the loop trains on, or has trained on last, where that is known.
         holds_batches: the loop fetches batches ahead of the one that it trains on.
         next_begins_at: where a pass begins that begins now, but for `place`.
@@ -87,7 +85,6 @@ class Ledger:
         self.next_begins_at: SamplerPlace | None = None
 
     def begin(self, steps: deque[DealtStep]) -> None:
-        """A pass begins, which enters the steps that it deals there."""
         self.begun_last = self.under_way = steps
         self.in_hand = None
 

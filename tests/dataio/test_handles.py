@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from accel.dataio.dataset import handles
 from accel.dataio.dataset.handles import HandleShared, check_fork, shared_handle
@@ -303,3 +303,91 @@ def test_a_table_that_computes_with_threads_of_its_own_is_not_forked() -> None:
     assert "native threads don't come along with a fork" in shared_handle(DataLoader(data, 4))
     data.table = Frame  # type: ignore[attr-defined]
     assert shared_handle(DataLoader(data, 4)) == ""
+
+
+# Threads may share a dataset only if all it holds is known to be harmless
+
+
+class Things(Dataset[Any]):
+    def __init__(self, *things: Any) -> None:
+        self.things = things
+
+    def __len__(self) -> int:
+        return 1
+
+    def first(self) -> Any:
+        return self.things[0]
+
+
+def with_closure(thing: Any) -> Callable[[], Any]:
+    return lambda: thing
+
+
+SAFE = {
+    "tensor": torch.ones(3),
+    "array": np.ones(3),
+    "paths": [Path("a")] * 1000,
+    "module": nn.Sequential(nn.Linear(2, 2), nn.Dropout()),
+    "function": with_closure([1, 2]),
+    "partial": functools.partial(with_closure, {"a": 1}),
+    "class": dict,
+    "subset": Subset(ConcatDataset([TensorDataset(torch.ones(3))]), [0, 1]),
+    "range": range(10),
+}
+UNSAFE = {
+    "file": io.BytesIO(b"abc"),
+    "generator": torch.Generator(),
+    "random": random.Random(1),
+    "numpy_generator": np.random.default_rng(1),
+    "iterator": iter([1]),
+    "database": sqlite3.connect(":memory:"),
+    "objects": np.array([object()]),
+    "lock": threading.Lock(),
+    "in_closure": with_closure(io.BytesIO()),
+    "in_partial": functools.partial(with_closure, io.BytesIO()),
+    "in_method": Things(io.BytesIO()).first,
+    "in_dict": {"a": [{"b": iter([1])}]},
+}
+
+
+@pytest.mark.parametrize("name", SAFE)
+def test_what_is_read_by_indexing_alone(name: str) -> None:
+    assert unsafe(Things(SAFE[name])) == ""
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_what_has_a_state_of_its_own(name: str) -> None:
+    assert ("thing of" if name == "in_closure" else "the dataset.things[0]") in unsafe(Things(UNSAFE[name]))
+
+
+def test_a_class_written_in_c_may_hide_anything() -> None:
+    class Sneaky(io.BytesIO):
+        pass
+
+    assert "is a Sneaky, which is not known to be safe to share between threads" in unsafe(Things(Sneaky()))
+
+
+def test_a_dataset_may_say_so_itself() -> None:
+    data = Things(io.BytesIO())
+    data.thread_safe = True  # type: ignore[attr-defined]
+    assert unsafe(data) == ""
+    data.thread_safe = False  # type: ignore[attr-defined]
+    assert "the dataset declares" in unsafe(data)
+
+
+SHARED_RANDOM = random.Random(1)
+
+
+class NamesARandom(Things):
+    def __getitem__(self, index: int) -> Any:
+        return SHARED_RANDOM.random()
+
+
+def test_what_its_code_names_counts() -> None:
+    assert "the global SHARED_RANDOM is a Random" in unsafe(NamesARandom())
+
+
+def test_circles() -> None:
+    data = Things([])
+    data.things[0].append(data)
+    assert unsafe(data) == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import random
@@ -18,6 +19,7 @@ from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes import tuner
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.dataio.passes.proxy import LoaderProxy
+from accel.profiler.errors import InvalidState
 from tests.dataio.engines import Silent
 from tests.dataio.numbers import Numbers, indices
 from tests.interruptions import Interrupter
@@ -139,24 +141,29 @@ def test_the_loop_again_is_as_after_the_plain_loader(mode: str, own: bool) -> No
     assert_the_loop_again_is_right(mode, own, STRIDES[mode])
 
 
-@pytest.mark.parametrize("mode", ["inline", "threads", "fork"])
-def test_the_same_iterator_goes_on_where_it_was(mode: Any) -> None:
-    plain = DataLoader(Numbers(40), 4)
-    with ContinuousLoader(plain, mode=mode, num_workers=1) as loader:
-        batches = iter(loader)
-        seen = [indices(next(batches)) for _ in range(3)]
-        engine = loader._core._continuous.engine  # type: ignore[union-attr]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine, "collect", _interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                next(batches)
-        assert loader.state_dict()["served"] == 3
-        assert [*seen, *map(indices, batches)] == [indices(batch) for batch in plain]
-        assert [indices(batch) for batch in loader] == [indices(batch) for batch in plain]
+def assert_the_same_iterator_goes_on(mode: str, stride: int) -> None:
+    _seed()
+    plain = _plain(False)
+    _, wanted = _whole(plain), _whole(plain)
+    for at in itertools.count(0, stride):
+        interrupter, seen, batches, loader = interrupted(mode, False, at)
+        try:
+            if batches is not None:
+                with contextlib.suppress(InvalidState):
+                    seen += [indices(batch) for batch in batches]
+                    if not _writes_states(interrupter.place):
+                        assert seen == wanted, f"interrupted at {interrupter.place}: {seen}"
+        finally:
+            _close(loader)
+        if not _writes_states(interrupter.place):
+            assert seen == wanted[: len(seen)], f"interrupted at {interrupter.place}: {seen}"
+        if not interrupter.place:
+            return
 
 
-def _interrupt() -> Any:
-    raise KeyboardInterrupt
+@pytest.mark.parametrize("mode", list(STRIDES))
+def test_the_same_iterator_goes_on_where_it_was(mode: str) -> None:
+    assert_the_same_iterator_goes_on(mode, STRIDES[mode])
 
 
 class Impatient(Numbers):

@@ -132,3 +132,25 @@ def test_a_loader_is_gone_with_its_last_reference(mode: Any) -> None:
         assert reference() is None, first
     finally:
         gc.enable()
+
+
+def test_an_interruption_in_a_transform_loses_no_batch() -> None:
+    def make() -> DataLoader[Any]:
+        torch.manual_seed(3)
+        return DataLoader(Numbers(30), 4, shuffle=True)
+
+    def interrupt(_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    wanted = seen_of(make())
+    loader, owner = wrapped(make(), "proxy")
+    batches, seen = iter(loader), []
+    for number in range(8):
+        if number == 5:
+            loader._accel_fetching.transforms["interrupt"] = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                next(batches)
+            loader._accel_fetching.transforms.clear()
+        seen.append(indices(next(batches)))
+    assert seen == wanted
+    owner.close()

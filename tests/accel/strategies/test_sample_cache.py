@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -175,7 +176,24 @@ def test_after_a_change_in_place_all_is_begun_anew_and_after_three_given_up(chan
         change(data)
         fetches(loop)
     assert fetches(loop) == 64
-    assert strategy.failure(run) == strategy.refusal(run) == "the dataset keeps changing"
+    assert strategy.failure(run) == strategy.refusal(run) == "the dataset, or a file that it names, keeps changing"
+
+
+def test_a_file_that_the_dataset_names_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_samples, "_FILES_LEAST", 1000)  # however busy the machine is
+    data: Any = Decoded()
+    data.paths = [(str(tmp_path / f"{number}.txt"), number) for number in range(300)]
+    data.root = tmp_path
+    for path, _ in data.paths:
+        Path(path).write_text("a")
+    strategy, run, loop = prepared(data)
+    strategy.enable(run, None)
+    assert fetches(loop) == 0
+    Path(data.paths[299][0]).write_text("other")
+    assert [fetches(loop), fetches(loop), fetches(loop)] == [64, 64, 0]
+    (tmp_path / "a result").write_text("")
+    assert fetches(loop) == 0
+    strategy.close(run)
 
 
 def test_an_attribute_that_is_set_within_an_epoch_holds_for_the_next_batch() -> None:
