@@ -12,6 +12,7 @@ larger tensors are what checkpoints are made of.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import sys
 from collections import Counter
@@ -74,7 +75,7 @@ def counterfactual(cause: str, recorder: Recorder, local_ranks: int = 1, passes:
         return no_exchange(ddp)
     if cause == "communication.each_micro_step" and ddp:
         return last_exchange(ddp, passes)
-    return None
+    return other_reducer(ddp, cause) if ddp else None
 
 
 def counted(
@@ -86,9 +87,23 @@ def counted(
     @contextlib.contextmanager
     def off() -> Iterator[None]:
         nonlocal acted
-        acted += yield from run()
+        switched = run()
+        next(switched)
+        try:
+            yield
+        finally:  # on again, however the block ends
+            acted += _result(switched)
 
     return Counterfactual(name, what, off, lambda: acted > 0, changes_learning)
+
+
+def _result(switched: Generator[None, None, int]) -> int:
+    """Run what comes after the `yield`, and return its result."""
+    try:
+        next(switched)
+    except StopIteration as ended:
+        return int(ended.value)
+    raise AssertionError("what switches a cause off must yield once")
 
 
 def fetched_ahead(recorder: Recorder) -> Counterfactual:
@@ -157,12 +172,14 @@ def no_collector(spent: Callable[[], float]) -> Counterfactual:
         ran_on += began - at
         gc.disable()
         patches.replace(gc, "collect", collecting)
-        yield
-        at = spent()
-        ran_off += at - began
-        patches.remove()
-        if was_on:
-            gc.enable()
+        try:
+            yield
+        finally:
+            at = spent()
+            ran_off += at - began
+            patches.remove()
+            if was_on:
+                gc.enable()
 
     what = "the garbage collector was off and gc.collect() did nothing"
     return Counterfactual("no garbage collection", what, off, lambda: ran_off < 0.5 * ran_on)
@@ -253,6 +270,58 @@ def last_exchange(models: Sequence[DistributedDataParallel], passes: int) -> Cou
 
     what = f"gradients were exchanged in one of {passes} backward passes (no_sync)"
     return counted("one exchange", what, run, changes_learning=True)
+
+
+_REDUCERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "communication.small_buckets": ("larger buckets", "DDP's buckets held 25 MiB", {"cap": 25 * 2**20}),
+    "communication.unused_search": ("no search", "DDP did not look for unused parameters", {"seeks": False}),
+}
+"""Cause → what a reducer without it is made by."""
+
+
+def other_reducer(models: Sequence[DistributedDataParallel], cause: str) -> Counterfactual | None:
+    """Have DDP reduce by larger buckets, or without looking for unused parameters, by another reducer."""
+    if cause not in _REDUCERS or any(m.static_graph or m.gradient_as_bucket_view or m._comm_hooks for m in models):
+        return None
+    name, what, changes = _REDUCERS[cause]
+
+    def run() -> Generator[None, None, int]:
+        before = [_remade(model, **changes) for model in models]
+        yield
+        for model, settings in zip(models, before, strict=True):
+            _remade(model, **settings)
+        return len(models)
+
+    return counted(name, what, run)
+
+
+def _remade(ddp: DistributedDataParallel, cap: Any = None, seeks: bool | None = None) -> dict[str, Any]:
+    """Replace the reducer of a model, between two steps and on all ranks; return what makes it as it was.
+
+    Args:
+        cap: bytes of a bucket, or the settings that this has returned; None leaves them.
+        seeks: look for unused parameters; None leaves it.
+    """
+    model: Any = ddp
+    config = getattr(model, "_bucket_config", None)  # torch before 2.13 has the bytes alone
+    before = {"cap": model.bucket_bytes_cap if config is None else config, "seeks": model.find_unused_parameters}
+    if cap is not None and config is None:
+        model.bucket_bytes_cap = cap
+    elif cap is not None:
+        model._bucket_config = _buckets(config, cap) if isinstance(cap, int) else cap
+        model.bucket_bytes_cap = model._bucket_config.bucket_bytes_cap
+    if seeks is not None:
+        model.find_unused_parameters = seeks
+    parameters, expect_sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model._ddp_init_helper(parameters, expect_sparse, names, model.static_graph)
+    model._set_ddp_runtime_logging_sample_rate(1)
+    return before
+
+
+def _buckets(config: Any, cap: int) -> Any:
+    first = min(cap, 2**20)  # as by default: the first one is on its way early
+    return dataclasses.replace(config, bucket_bytes_cap=cap, first_bucket_bytes_cap=first, per_bucket_bytes_caps=())
 
 
 # -- reads that lag a step behind --------------------------------------------------------------------------------------

@@ -76,27 +76,38 @@ class _Unused(nn.Module):
         return x
 
 
-def without(rank: int, world: int) -> tuple[int, int, bool]:
-    """Return the exchanges with and without those of micro-steps, and whether gradients are what they were after."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(*[nn.Linear(16, 16) for _ in range(10)]))
+def without(rank: int, world: int) -> list[tuple[int, int, bool, bool]]:
+    """Return of each experiment the buckets with and without the suspect, and whether gradients stay what they are."""
+    found = []
+    for cause in ("communication.small_buckets", "communication.unused_search", "communication.each_micro_step"):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(10)])
+        model = DistributedDataParallel(layers, bucket_cap_mb=0.001, find_unused_parameters="unused" in cause)
 
-    def step() -> tuple[int, Tensor]:
-        before = model._get_ddp_logging_data().get("iteration", 0)  # type: ignore[no-untyped-call]
-        model.zero_grad()
-        for _ in range(2):
-            model(torch.full((2, 16), rank + 1.0)).square().mean().backward()
-        times = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        return times["iteration"] - before, gradients
+        def step(model: DistributedDataParallel = model) -> tuple[int, Tensor, int]:
+            before = model._get_ddp_logging_data().get("iteration", 0)  # type: ignore[no-untyped-call]
+            model.zero_grad()
+            for _ in range(2):
+                model(torch.full((2, 16), rank + 1.0)).square().mean().backward()
+            times = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+            sizes = str(times.get("rebuilt_bucket_sizes") or times["bucket_sizes"]).count(",") + 1
+            return (
+                sizes,
+                torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]),
+                (times["iteration"] - before),
+            )
 
-    tried = experiments.last_exchange([model], 2)
-    usual = [step() for _ in range(3)][-1]
-    with tried.off():
-        off = [step() for _ in range(3)][-1]
-    again = [step() for _ in range(3)][-1]
-    same = bool(torch.allclose(usual[1], off[1])) and bool(torch.equal(usual[1], again[1]))
-    return usual[0], off[0], same and tried.worked()
+        is_micro = "micro" in cause
+        tried = experiments.last_exchange([model], 2) if is_micro else experiments.other_reducer([model], cause)
+        assert tried is not None
+        usual = [step() for _ in range(3)][-1]
+        with tried.off():
+            off = [step() for _ in range(3)][-1]
+        again = [step() for _ in range(3)][-1]
+        same = bool(torch.allclose(usual[1], off[1])) and bool(torch.equal(usual[1], again[1]))
+        count = 2 if is_micro else 0
+        found.append((usual[count], off[count], same and tried.worked(), model.find_unused_parameters))
+    return found
 
 
 def waits(rank: int, world: int) -> dict[str, float]:

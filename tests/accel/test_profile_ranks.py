@@ -178,8 +178,8 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("cause", "experiment"),
     [
-        ("communication.small_buckets", ""),
-        ("communication.unused_search", ""),
+        ("communication.small_buckets", "larger buckets"),
+        ("communication.unused_search", "no search"),
         ("communication.each_micro_step", "one exchange"),
         ("communication.inverted_no_sync", ""),
         ("straggler.evaluation", ""),
