@@ -1,13 +1,8 @@
 """A helper process that compiles while training goes on: a fork, so that nothing is pickled and no script runs again.
 
-It is forked within a call of the model, has the call's arguments with it, compiles forward and backward, and ends. What
-it leaves is torch's cache on disk, in which this process finds the graphs when it compiles them itself; nothing else
-comes back, so that whatever happens in it can change no number here.
-
-    low priority      nice 19 and one compiling thread: it takes what cores leave idle
-    ended with us     on `undo`, at exit, and by the kernel if this process is killed; at most ten minutes
-    out of the way    a process group of its own (Ctrl-C is not for it), signals as by default, no open files or sockets
-                      of the loop, first in line when memory runs out
+It is forked within a call of the model, compiles forward and backward at low priority, and ends: on `undo`, at exit, by
+the kernel if this process is killed, and after ten minutes at most. What it leaves is torch's cache on disk; nothing
+else comes back, so that whatever happens in it can change no number here.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """One kind of a model's calls as CUDA graphs: its forward pass, and its backward pass behind autograd.
 
-Loss, clipping, optimizer and data parallelism stay eager. Activations are in the graph's own
-memory.
-
-Autograd gives a leaf its gradient on the stream where it first met the leaf, as long as a graph of
-it is alive, and in most loops the loss of the last step keeps one alive. That is the stream of the
-loop, which no capture can wait for. So the call is recorded on other leaves over the same memory,
-which autograd meets on the stream of the capture. A call that gives a parameter other memory,
-leaves one somewhere, or reads one past its module is not captured.
+The call is recorded on other leaves over the same memory (docs/contributing/graphs.md says why). A call that gives a
+parameter other memory, leaves one somewhere, or reads one past its module is not captured.
 
 Source: torch.cuda.make_graphed_callables, which fixes one shape, hands out memory that the next call overwrites, and
 adds a gradient to itself under accumulation.

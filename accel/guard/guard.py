@@ -1,11 +1,7 @@
 """The guard: does a candidate compute the same thing as the plain path?
 
-The real step runs plain, and one call of the model in it is *recorded*: its inputs, the random
-state before it, and the gradient that arrives at its outputs. At the step boundary that call is
-*replayed* twice, plain and under the candidate, from the same random state and the same buffers,
-and the arriving gradient is sent back through both. So outputs, parameter gradients and input
-gradients can be compared without knowing the user's loss, and a wrong candidate never touches the
-weights. Whatever a replay changes (random states, buffers, attributes of modules) is restored.
+One call of the model in a plain step is *recorded*, and *replayed* at the step boundary, plain and under the candidate
+(docs/contributing/guard.md). Whatever a replay changes is restored.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """The run-time watch: checks a strategy after its trial, as long as it is on.
 
-A call under strategies whose outputs are not finite or far above any in the plain loop, or that
-raises what a strategy may have caused (`faults`), is repeated along the plain path from the same
-random state, buffers and counters, and the step goes on with that result. If it is fine, the
-strategies are at fault and are switched off at once. If it is no better, the fault is the run's
-own; if it raises too, the error is the user's and propagates, as all other errors do from the first
-call. What can't be judged is passed over: no check raises anything into the loop. Before a call
-that ran out of memory is repeated, strategies give up what they keep, such as graphs.
+A call under strategies whose outputs are not finite or far above any in the plain loop, or that raises what a strategy
+may have caused (`faults`), is repeated along the plain path from the same state; docs/contributing/guard.md has the
+table of what follows. No check raises anything into the loop.
 
-With several ranks, the repeated call sends nothing that the first one has sent already. A model
-that exchanges more within its call than `DistributedDataParallel` does can't be called on one rank
-alone: the loop gets the outputs as they are, and the strategies go. After an error it is called
-again, as there are no outputs to hand on and ranks mostly meet the same error together; not a
+With several ranks, the repeated call sends nothing that the first one has sent already. A model that exchanges more
+within its call than `DistributedDataParallel` does can't be called on one rank alone: the loop gets the outputs as they
+are, and the strategies go. After an error it is called again, as ranks mostly meet the same error together; not a
 sharded one, where the others are in the midst of that call.
 """
 

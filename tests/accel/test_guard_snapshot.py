@@ -220,15 +220,6 @@ def test_what_calls_change_is_found_and_put_back() -> None:
     (first + model(torch.randn(4, 2))).sum().backward()
 
 
-def test_a_buffer_without_an_address_is_put_back() -> None:
-    model = nn.Linear(2, 3)
-    model.register_buffer("counts", torch.ones(4).to_sparse())
-    changes = Changes((), [model.get_buffer("counts")], ())
-    for _ in range(2):
-        changes.kept()()
-    assert torch.equal(model.get_buffer("counts").to_dense(), torch.ones(4))
-
-
 def test_copies_made_in_an_evaluation_in_inference_mode_serve_the_next_training_step() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     changes = changes_of(model, torch.randn(4, 2))

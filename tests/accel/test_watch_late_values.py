@@ -74,19 +74,6 @@ def test_values_come_in_order_and_none_before_its_event(behind: int, device: Dev
     assert device.waited == 0
 
 
-def test_none_is_lost_of_a_device_that_stands_still_for_long(device: Device) -> None:
-    late, read = LateValues(8), list[float]()
-    for value in values(50):
-        late.note(value)
-        read += late.due()
-    assert read == []
-    device.runs(50)
-    for value in values(8, 50):
-        late.note(value)
-        read += late.due()
-    assert read == [float(number) for number in range(50)]  # the host waits for none of the last eight
-
-
 def test_the_oldest_is_waited_for_where_very_many_are_under_way(device: Device) -> None:
     late, read = LateValues(8, most=64), list[float]()
     for value in values(1000):
@@ -180,8 +167,3 @@ def test_of_a_large_output_a_sample_from_all_over_it_is_looked_at(shape: tuple[i
     assert float(part[-1].max()) > 0.99 * float(tensor.max())
     scaled = torch.linalg.vector_norm(part) * (tensor.numel() / part.numel()) ** 0.5
     torch.testing.assert_close(scaled, torch.linalg.vector_norm(tensor), rtol=1e-3, atol=0.0)
-
-
-def test_what_is_not_contiguous_is_looked_at_whole() -> None:
-    tensor = torch.ones(1 << 11, 1 << 10).T
-    assert sample(tensor) is tensor

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -318,19 +317,6 @@ def test_other_processes_may_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> N
     assert strategy.waits(run) == ""
     assert not strategy.trial_design(run).is_preparing
     assert strategy.compiling_s(run, BLOCKS) == pytest.approx(expected / REPEATED_SHARE)
-
-
-def test_how_busy_others_are_is_measured_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(compile_ahead.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(compile_ahead, "CrowdMeter", lambda: SimpleNamespace(cores=lambda: 1.25))
-    use = CoreUse()
-    assert use.look() is None
-    now[0] = 0.9
-    assert use.look() is None
-    now[0] = 1.1
-    assert use.look() == 1.25
-    assert use.look() is None  # the next look begins
 
 
 @pytest.mark.parametrize("why", ["cores", "workers", "cache", "system"])

@@ -96,18 +96,6 @@ def test_chance_on_the_host_is_not_frozen(source: str) -> None:
     assert f"it draws random numbers on the host ({source})" in calls.why_eager[0]
 
 
-def test_chance_on_the_host_in_a_step() -> None:
-    model = Skipping(random.random)
-    run = taped_step(lambda x: model(x), modules=[model], warmup=1)
-    random.seed(3)
-    found = [run(batch(8, seed)) for seed in range(6)]
-    random.seed(3)
-    assert all(torch.equal(one, model(batch(8, seed))) for seed, one in enumerate(found))
-    assert run.why_eager[0].startswith("it draws random numbers on the host (random)")
-    with pytest.raises(CaptureError, match="can't be captured: it draws random numbers on the host"):
-        taped_step(lambda x: model(x), modules=[model], warmup=0, strict=True)(batch(8, 0))
-
-
 def test_torchs_generator_of_the_cpu_is_the_hosts_beside_a_gpu() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()

@@ -22,22 +22,6 @@ def test_a_plain_loop() -> None:
     assert (calls.captures, calls.replays, calls.why_eager) == (1, 9, [])
 
 
-def test_evaluation_between_and_other_sizes() -> None:
-    def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
-        results = []
-        for seed in range(10):
-            results.append(step(model, optimizer, seed, 8 if seed % 3 else 5))
-            model.eval()
-            with torch.no_grad():
-                results.append(model(batch(8, seed)))
-            model.train()
-        return results
-
-    calls = both(loop, warmup=1, most=2)
-    assert calls.captures > 3
-    assert len(calls._graphs) == 2
-
-
 def test_a_model_that_is_called_again_before_its_backward_pass() -> None:
     """As in siamese networks and GANs: the second call would overwrite the first one's activations."""
 

@@ -254,13 +254,6 @@ def test_a_disturbance_before_it_makes_no_gain_larger_than_all_page_faults(fault
     assert row.after_ms == pytest.approx(20 / 1.2, rel=0.05)
 
 
-@pytest.mark.parametrize("lasts", [True, False])
-def test_other_page_faults_of_each_step_don_t_change_the_verdict(lasts: bool, fault: Any) -> None:
-    state = searched(fault(Faulting(speed={"heap": 1.2}, noise=0.03, others=4000, lasts=lasts), 1e-6))
-    assert state.plan == {"heap": None}
-    assert state.rows["heap"].gain == pytest.approx(1.2, rel=0.05)
-
-
 def test_where_the_system_counts_no_faults_times_alone_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "fault_count", lambda: None)
     for gain, plan in ((1.2, {"heap": None}), (1.0, {})):
@@ -321,8 +314,3 @@ def test_memory_that_is_touched_for_the_first_time_faults() -> None:
         memory[:: mmap.PAGESIZE] = bytes(1024)
     after = allocator.fault_count()
     assert before is not None and after is not None and after > before
-
-
-def test_where_the_system_counts_none_nothing_is_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocator, "getrusage", None)
-    assert allocator.fault_count() is None
