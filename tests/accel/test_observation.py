@@ -85,8 +85,11 @@ def test_what_a_loop_asks_of_ddp_beside_the_exchange_is_seen(of_ranks: Callable[
         assert [name for name, (_, _, is_timed) in found.items() if is_timed] == ["searches"]
 
 
-def test_exchanges_of_micro_steps_are_left_out_for_an_experiment(of_ranks: Callable[[str], list[Any]]) -> None:
-    assert of_ranks("without") == [(2, 1, True)] * 2
+def test_ddps_habits_are_switched_off_for_an_experiment_and_put_back(of_ranks: Callable[[str], list[Any]]) -> None:
+    for buckets, search, exchanges in of_ranks("without"):
+        assert buckets == (10, 1, True, False)
+        assert search == (10, 10, True, True)
+        assert exchanges == (2, 1, True, False)
 
 
 def accel_names() -> tuple[str, ...]:
