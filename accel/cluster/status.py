@@ -10,7 +10,7 @@ from typing import Any
 
 from accel.cluster.job_table import JobRow, JobTable
 from accel.errors import InvalidArgument
-from accel.report.quiet_rich import Table
+from accel.report.quiet_rich import Console, Table
 
 STATES = ("waiting", "running", "done", "failed", "cancelled")
 HEADS = ("job", "state", "replicas", "done", "speed-up", "ran h", "resizes", "time lost", "note")
@@ -45,15 +45,15 @@ def _speedup(row: JobRow) -> str:
     return f"{now:.2f}x ({more:.2f}x)" if replicas < row.spec.max_replicas else f"{now:.2f}x"
 
 
-def table(rows: Sequence[JobRow]) -> Table:
-    """Return the jobs as a table for the terminal."""
+def show(rows: Sequence[JobRow]) -> None:
+    """Print the jobs as a table."""
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for head in HEADS:
         is_text = head in ("time lost", "note")
         drawn.add_column(head, justify="left" if is_text or head in ("job", "state") else "right", no_wrap=not is_text)
     for row in rows:
         drawn.add_row(*cells(row))
-    return drawn
+    Console().print(drawn)
 
 
 def to_json(rows: Sequence[JobRow]) -> str:

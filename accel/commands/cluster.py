@@ -16,11 +16,10 @@ from accel.cluster.job_table import JobRow, JobSpec, JobTable, claimed, schedule
 from accel.cluster.manifests import GPU, PodTemplate, elastic_job
 from accel.cluster.policy import PolicyOptions, allocate
 from accel.cluster.scheduler import INTERVAL_S, Scheduler
-from accel.cluster.status import serve, table, to_html, to_json
+from accel.cluster.status import serve, show, to_html, to_json
 from accel.commands.jobs import FOLDER, opened_table
 from accel.errors import InvalidArgument
 from accel.files import write_atomic
-from accel.report.quiet_rich import Console
 
 
 @click.group()
@@ -117,7 +116,7 @@ def status(folder: Path, as_json: bool, html: Path | None) -> None:
     if as_json:
         click.echo(to_json(rows))
     elif html is None:
-        Console().print(table(rows))
+        show(rows)
 
 
 @cluster.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
