@@ -154,7 +154,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        """Read it from text; raise InvalidArgument if it is no manifest, or of a version that is not known here."""
+        """Read it from text; raise InvalidArgument if it is none, or of another version."""
         values = decode(text[:_LONGEST].decode(errors="replace"))
         manifest = read(cls, values, "it", required=("version",))
         if manifest.version != VERSION:

@@ -174,7 +174,7 @@ class LearningRateScaler:
 
 
 class StepRates:
-    """Scale the learning rate of each optimizer of a run, which may become more, by the batch of the step.
+    """Scale the learning rates of a run's optimizers by the batch of the step.
 
     Attributes:
         by_epoch: the rule may depend on the epoch.
@@ -246,7 +246,7 @@ class StepRates:
 
 
 def scaled_values(optimizer: Optimizer, group: Mapping[str, Any], by: Multipliers) -> dict[str, Any]:
-    """Return the values that a group has during a step in place of its own; those that are tensors stay tensors."""
+    """Return the values that a group has during a step in place of its own."""
     values = {} if by.lr == 1 else {"lr": group["lr"] * by.lr}
     if by.averages != 1:
         if "betas" in group:

@@ -173,10 +173,12 @@ class Sqrt:
 
 @dataclass(frozen=True)
 class LEGW:
-    """Multiply the learning rate by √S and make its warm-up S times as long in epochs (https://arxiv.org/abs/1901.08256).
+    """Multiply the learning rate by √S and make its warm-up S times as long in epochs.
 
     The user's schedule warms up linearly over E0 epochs. This turns it into one that does so over S·E0: at epoch e
     √S · min(1, e / (S·E0)) / min(1, e / E0), which is 1/√S at first, less than 1, and √S in the end.
+
+    Source: You et al. 2019, https://arxiv.org/abs/1901.08256.
 
     Args:
         warmup_epochs: E0, epochs that the user's schedule takes to warm up at M0, at least 0.

@@ -96,7 +96,7 @@ class GradientTap:
 
 
 def trained_parameters(model: Any) -> list[Tensor]:
-    """Return the parameters that require gradients; raise Unmeasurable if there are none, or on several devices."""
+    """Return the parameters that require gradients; raise Unmeasurable if they can't be measured."""
     parameters: list[Tensor] = [p for _, p in model.named_parameters() if p.requires_grad]
     if len({p.device for p in parameters}) > 1:
         raise Unmeasurable("the parameters lie on several devices")
@@ -106,7 +106,7 @@ def trained_parameters(model: Any) -> list[Tensor]:
 
 
 def flattened(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-    """Return gradients as one float32 vector, 0 where there is none; raise Unmeasurable if one is sparse."""
+    """Return gradients as one float32 vector, 0 for none; raise Unmeasurable if one is sparse."""
     if any(g is not None and g.layout != torch.strided for g in gradients):
         raise Unmeasurable("a gradient is sparse; make it dense, such as by nn.Embedding(sparse=False)")
     dense = [
@@ -232,7 +232,7 @@ class ShardedSample:
         self.tap: GradientTap = _SampledTap([whole for _, whole in weights], self.places)
 
     def moments(self, optimizers: Sequence[Optimizer]) -> AdamMoments | None:
-        """Return what this rank has of the optimizer's squares; 0 where another one has them. None if it has none."""
+        """Return what this rank has of the optimizer's squares, 0 elsewhere; None if it has none."""
         moments = adam_moments(self._parameters, optimizers)
         if moments is None:
             return None

@@ -139,8 +139,10 @@ class NoiseMeter:
             self._began_s = self.clock()
             if self._schedule.is_due() and not self.refusal:
                 self._begun += 1
-                # Averaged with those of other steps, gradients must not have a factor.
-                scale = lambda: _scale_of(self._scaler) * self._accumulated  # noqa: E731
+
+                def scale() -> float:  # averaged with those of other steps, gradients must not have a factor
+                    return _scale_of(self._scaler) * self._accumulated
+
                 try:
                     sample = _sample_of(self._model, self._replicas, seed=self._begun)
                     self._measured = _MeasuredStep(self._model, self._optimizers, scale, self._sketch, sample)

@@ -36,7 +36,7 @@ _LATEST, _MOST_TIMES = 5, 3
 _REPAYING = 1 / 4
 """Of a usual measurement, what is paid back before the next one while there is a debt."""
 _LARGE, _OF_LARGE = 64, 1 / 32
-"""Of a debt beyond so many usual measurements, this part is paid back, and as much as one usually takes at most."""
+"""Of a debt beyond so many usual measurements, this part is paid back, up to the most that is usual."""
 _SAVED = 12
 """Measurements that come at once, at most, after steps in which none could be made."""
 _AFTERWARDS = 1.15
@@ -95,7 +95,7 @@ class NoiseSchedule:
         return statistics.median(self._recent) if self._recent else 0.0
 
     def pay(self, cost_s: float, usual_s: float) -> None:
-        """Wait for as many steps of so many seconds as pay for a measurement; both are the same on all ranks."""
+        """Wait for as many steps as pay for a measurement; arguments are the same on all ranks."""
         cost_s *= _AFTERWARDS
         self._costs.append(cost_s)
         self._paid += 1

@@ -121,7 +121,7 @@ class ThroughputModel:
 def log_step(
     fixed: ArrayLike, samples: ArrayLike, p: ArrayLike, sync: ArrayLike, overlap: ArrayLike, extra: Floats
 ) -> Floats:
-    """Return the logarithm of a step's time by those of its parts (`extra`: of the further micro-steps' number)."""
+    """Return the logarithm of a step's time by those of its parts; `extra` counts micro-steps."""
     compute = power_sum(fixed, samples, p)
     log: Floats = np.logaddexp(power_sum(compute, sync, overlap), extra + compute)
     return log

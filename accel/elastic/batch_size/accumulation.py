@@ -52,7 +52,7 @@ _SCALERS = {torch.amp.GradScaler.step.__code__, torch.amp.GradScaler._maybe_opt_
 
 
 class AccumulatedStep:
-    """The batches of the step under way, and the one in hand: `batches` of it, of which `taken` have ended."""
+    """The step under way: its number of `batches`, of which `taken` have ended, and the one in hand."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
@@ -91,13 +91,13 @@ class AccumulatedStep:
 
 
 class GradientSums:
-    """The gradients that earlier batches of a step have brought to an optimizer's parameters, weighted and summed."""
+    """The weighted sum of the gradients that earlier batches of a step have brought."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._kept: dict[Tensor, Tensor] = {}
         self._is_brought = self._is_divided = False
-        """What was kept is among the gradients of the step's last batch, and all of them are still to be weighed."""
+        """The sum is among the gradients of the last batch, and these are still to be weighed."""
 
     @property
     def gradients(self) -> dict[Tensor, Tensor]:
@@ -114,7 +114,7 @@ class GradientSums:
 
     @torch.no_grad()
     def bring_back(self, share: float) -> None:
-        """Put what was kept where the last batch's gradient adds to it: `weigh` multiplies the sum by its share."""
+        """Put the sum where the last batch's gradient adds to it, before `weigh` multiplies by its share."""
         gradients = [*self.gradients.values()]
         norms = torch._foreach_norm(gradients) if gradients and self._is_brought else []
         if any(float(norm) != 0 for norm in norms):
@@ -140,7 +140,7 @@ class GradientSums:
 
 
 class GradientSync:
-    """When DistributedDataParallel exchanges gradients: in a step's last batch only. A loop's `no_sync` is its own."""
+    """Has DistributedDataParallel exchange gradients in a step's last batch only."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model if isinstance(model, DistributedDataParallel) else None
@@ -202,7 +202,7 @@ class GradientAccumulation:
         self._is_stepping = False
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._gate: Any = None
-        """What stands in the place of the optimizer's step; None where that was refused, and after `close`."""
+        """In the place of the optimizer's step; None where that was refused, and after `close`."""
         if self.refusal:
             return
         (self._optimizer,) = optimizers
@@ -214,7 +214,7 @@ class GradientAccumulation:
         backward.listen(self, first=True)  # others are to see what it brings back
 
     def begin_batch(self, sizes: Sequence[int]) -> None:
-        """A batch is delivered; a step that begins with it is of batches of so many samples, over all ranks."""
+        """Take a batch in hand; a step that begins with it has batches of so many samples, over all ranks."""
         if self._gate is None:
             return
         step = self.present

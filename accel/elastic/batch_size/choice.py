@@ -31,7 +31,7 @@ class Shares(NamedTuple):
 
 
 class Better(NamedTuple):
-    """A batch that is better than another one: its goodput, speed and worth are over those of the other."""
+    """A better batch: its goodput (`ratio`), speed and worth are over those of the other."""
 
     batch: int
     ratio: float
@@ -61,7 +61,7 @@ def candidates(base: int, most: int, multiple: int = 1) -> list[int]:
 
 
 def better(now: int, sizes: Sequence[int], base: int, noise: NoiseInterval, seconds: Seconds) -> Better | None:
-    """Return the one of `sizes` that is surely better than `now`, or None; `base` is what efficiency is measured by.
+    """Return the size that is surely better than `now`, or None; `base` is what efficiency refers to.
 
     Example:
         >>> noise = NoiseInterval(1000.0, 800.0, 1300.0)

@@ -37,7 +37,7 @@ _FIRST_STEPS = 300
 class BatchRun(LoopObserver):
     """Count the steps and batches of a loop whose batch size a policy decides; noise and rates follow them.
 
-    An `ElasticSampler` deals the batches of the session's loader. `decided` is called after each decision.
+    `decided` is called after each decision.
     """
 
     name = "the batch size"

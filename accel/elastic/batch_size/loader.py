@@ -211,7 +211,7 @@ def _order(own: BatchSampler, generator: torch.Generator | None) -> dict[str, An
 
 
 def deal_alike(sampler: ElasticSampler, settings: OptimizeSettings, *, is_new: bool) -> None:
-    """Have all ranks deal samples in the same form, as one does that has joined the others: else some come twice.
+    """Have all ranks deal samples in the same form, also one that has just joined: else some come twice.
 
     Raises:
         InvalidArgument: on all ranks, for the first setting by which two of them differ.

@@ -67,7 +67,7 @@ class BatchDecision:
 
 
 class FittingBatches:
-    """The batches that may be chosen: what memory allows, and how each is dealt. See `BatchPolicy` for the arguments.
+    """The batches that may be chosen: what memory allows, and how each is dealt.
 
     Attributes:
         accumulates: steps of the loop may be accumulated to one of its optimizer; set by whoever does it.
@@ -140,7 +140,7 @@ class FittingBatches:
 
 
 class BatchTimes:
-    """How long a step of a batch takes: as measured; for one that was never timed, as predicted from the others."""
+    """How long a step of a batch takes: as measured, or predicted from the others."""
 
     def __init__(self, batches: FittingBatches) -> None:
         self._batches = batches
@@ -276,7 +276,7 @@ class BatchPolicy:
         return self._settled == self._now and self._patience > _PATIENCE[0]
 
     def timed(self, batch: int, seconds: float, accumulated: int = 1) -> None:
-        """Take in the time of one step; of other batches than that decided on, as an epoch's last, it is left out."""
+        """Take in the time of one step, unless it is of another batch, such as an epoch's last."""
         # It is dealt in the same way until something else is decided: to see how takes 2 µs, which each step would pay.
         batches, now = self.batches, self._now
         self._present = self._present or (batches.shares(now).steps, batches.configuration(now))
@@ -290,7 +290,7 @@ class BatchPolicy:
         self._failed, self._patience, self._present = {}, _PATIENCE[0], None
 
     def steps_missing(self) -> int:
-        """Return how many steps of the present batch are still to be timed before the next decision."""
+        """Return how many steps of the present batch are still to be timed."""
         return self.times.missing(self._now)
 
     def refuse(self, batch: int, step: int, noise: NoiseInterval | None, why: str) -> BatchDecision:

@@ -61,7 +61,7 @@ class BatchRecord:
         return self.sampler.num_replicas * self.step.by_loop
 
     def begin(self, first: Sequence[tuple[int, bool]], gather: Gather | None) -> None:
-        """Make the controller, now that the loop has taken its first steps (see `batches_of_a_step`)."""
+        """Make the controller by the loop's first steps, see `batches_of_a_step`."""
         step, replicas, before = self.step, self.sampler.num_replicas, self._restored.get("micro_batches")
         step.by_loop = batches_of_a_step(first, before)
         if self.base is None or step.by_loop != before:

@@ -60,7 +60,7 @@ class BatchReport:
         ]
 
     def profile(self, restart_s: float, lost: LostTime) -> JobProfile | None:
-        """Return the job's profile; None while times or noise are not known, and on ranks that don't decide."""
+        """Return the job's profile; None while too little is known, and on ranks that don't decide."""
         record = self._record
         controller, noise, epochs = record.controller, record.noise.known, record.sampler.turns.total
         if controller is None or noise is None or not record.leads or (model := controller.times.model) is None:
@@ -136,7 +136,7 @@ class TimeBook(LoopObserver):
         self._batches += 1
 
     def lost(self, start_s: float, checkpoint_s: float) -> LostTime:
-        """Return what is lost so far, by the seconds to the end of the first step, and those in which it was saved."""
+        """Return what is lost so far; given are the seconds to the first step's end and of all saves."""
         began = max(start_s - self._within_start, 0.0)
         own = LostTime(
             start=0.0 if self._before else began,

@@ -58,7 +58,7 @@ class RunNoise:
         self._is_closed = False
 
     def begin(self, replicas: int, gather: Gather | None, state: dict[str, Any] | None) -> None:
-        """Begin to measure, from the noise scale's state in the run that this one goes on from, if there is one."""
+        """Begin to measure, from the state of an earlier run's noise scale if there is one."""
         self.meter = NoiseMeter(
             self._session.run.model,
             self._session.run.optimizers,

@@ -95,7 +95,7 @@ class StepBatches:
     def refusal(self) -> str:
         """Why nothing can be accumulated here; "" while nothing speaks against it."""
         if self._accumulation is None:
-            return "it does so itself, or one rank trains alone, which saves no exchange of gradients by it"
+            return "it does so itself, or one rank trains alone"
         return self._accumulation.refusal
 
     @property

@@ -36,14 +36,14 @@ def check_plain(value: Any, path: str = "state") -> None:
         Traceback (most recent call last):
         ...
         accel.InvalidArgument: a checkpoint holds tensors and plain values only, got a set at \
-    state['metrics'][1]; keep tensors, str, int, float, bool, None, and dicts, lists and tuples of these (int(…) and \
-    float(…) turn NumPy's numbers into such, torch.from_numpy its arrays)
+state['metrics'][1]; keep tensors, str, int, float, bool, None, and dicts, lists and tuples of these (int(…) and \
+float(…) turn NumPy's numbers into such, torch.from_numpy its arrays)
     """
     _check(value, path, 0)
 
 
 def with_plain_numbers(value: Any) -> Any:
-    """Return a value with Python's numbers in place of NumPy's, as of a learning rate out of `np.logspace`."""
+    """Return a value with Python's numbers in place of NumPy's, as `np.logspace` gives."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in (list, tuple):

@@ -40,7 +40,7 @@ _WRITING_S = 30.0
 
 
 class UpdateCount:
-    """The updates of a training, also those that no session hears of, and whether batches are asked for in between."""
+    """The updates of a training, and whether batches are asked for in between."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.step = self._asked_at = self._by_request = 0
@@ -94,7 +94,7 @@ class UpdateCount:
 
 
 class MissingRanks:
-    """Whether ranks have not met, so that nothing is saved; they are asked for ever less often, at the same steps."""
+    """Whether ranks are missing, so that nothing is saved; they are asked for ever less often."""
 
     def __init__(self) -> None:
         self.steps: int | None = None

@@ -21,7 +21,7 @@ VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def remedy(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the advice to set the variable; '' if it is set, or no worker of this job may be started again."""
+    """Return the advice to set the variable; '' if it is set, or no worker may be started again."""
     nodes = environment.get("PET_NNODES", "1").split(":")
     is_elastic = nodes[0] != nodes[-1] or environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not is_elastic:
