@@ -72,24 +72,14 @@ def check_folder(option: str, target: str | os.PathLike[str]) -> None:
         raise InvalidArgument(f"{option} must lie in a directory that exists, got {str(target)!r}; make it first")
 
 
-def is_there(option: str, target: str | os.PathLike[str], use: str = "written") -> bool:
-    """Return whether there is a file or a folder at a place that a command is to use.
-
-    Args:
-        option: as on the command line.
-        target: the place.
-        use: what the command does there, as it is said in the error.
-
-    Raises:
-        InvalidArgument: if that can't be told: its name is too long, or a folder above it is closed.
-    """
+def _is_there(option: str, target: Path) -> bool:
     try:
         os.stat(target)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError as error:
+    except OSError as error:  # its name is too long, or a folder above it is closed
         raise InvalidArgument(
-            f"{option} must be a place that can be {use}, got {str(target)!r} ({error.strerror}); name another one"
+            f"{option} must be a place that can be written, got {str(target)!r} ({error.strerror}); name another one"
         ) from error
     return True
 
@@ -106,7 +96,7 @@ def check_report(option: str, report: Path, *, may_be_page: bool = True) -> None
         raise InvalidArgument(
             f"{option} must be a folder or a .json file, got {str(report)!r}; the page is written beside that"
         )
-    place = next(place for place in (report, *report.parents) if is_there(option, place))
+    place = next(place for place in (report, *report.parents) if _is_there(option, place))
     is_file = report.suffix in (".json", ".html")
     if report.suffix in _OTHER_FILES or place.is_dir() == (is_file and place == report):
         raise InvalidArgument(

@@ -24,33 +24,23 @@ _has_aged = False
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    """Count the seconds of a block, once where one is within another."""
-    global _seconds, _depth
-    began = time.perf_counter()
-    _depth += 1
-    try:
-        with uncollected():
-            yield
-    finally:
-        _depth -= 1
-        if not _depth:
-            _seconds += time.perf_counter() - began
+    """Count the seconds of a block, once where one is within another, and keep the garbage collector out of it.
 
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Keep the garbage collector from running within a block.
-
-    It looks through all that torch has made now and then. A script of 2.5 s has five such collections, with accel as
+    That looks through all that torch has made now and then. A script of 2.5 s has five such collections, with accel as
     without; one of 0.09 s often fell into accel's imports: it took more than they did, and was counted as theirs.
     """
-    was_on = gc.isenabled()
+    global _seconds, _depth
+    began, was_on = time.perf_counter(), gc.isenabled()
+    _depth += 1
     gc.disable()
     try:
         yield
     finally:
         if was_on:
             gc.enable()
+        _depth -= 1
+        if not _depth:
+            _seconds += time.perf_counter() - began
 
 
 def command_line_ends() -> None:

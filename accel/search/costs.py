@@ -7,7 +7,7 @@ by the guard some replays of the step, until one of its kind has been made.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from accel.profiler.interruptions import ours
@@ -167,12 +167,6 @@ def _to_save_s(state: SearchState, lost_s: float = 0.0) -> float:
         lost_s: of the time that is to come; a run may be one of so many seconds.
     """
     return state.saved_s + max(0.0, (state.to_come_s or 0.0) - lost_s) * (state.shown_gain(state.plan) - 1)
-
-
-def affordable_in(state: SearchState, length_s: float, saved_s: float) -> Callable[[float], bool]:
-    """Return what tells whether a cost is allowed, if this run lasts, and is shortened, as an earlier one."""
-    elapsed_s = max(state.elapsed_s, length_s, state.lasted_s + (state.to_come_s or 0.0))
-    return lambda seconds: state.budget.allows(spent=state.cost_s, expected=seconds, elapsed=elapsed_s, saved=saved_s)
 
 
 def too_dear(state: SearchState, candidate: Candidate) -> str:

@@ -17,7 +17,7 @@ from accel.profiler.typed_json import decode, read
 from accel.search.plan import Choices
 
 if TYPE_CHECKING:
-    from accel.search.state import Candidate, SearchState
+    from accel.search.state import SearchState
 
 PATH = Path(__file__).with_name("recipes.json")
 
@@ -83,7 +83,10 @@ class Recipe:
                 continue
             fits = not member.where or (limit is not None and Bottleneck(member.where) is limit)
             if fits and (member.is_free or not free) and not candidate.refusal():
-                plan.update(_best_guess(candidate))
+                try:
+                    plan[name] = candidate.settings()[0]
+                except ours():  # its own check of the run will say so
+                    continue
         return plan
 
     def begin_check(self, plan: Choices) -> None:
@@ -102,10 +105,3 @@ class Recipe:
     def reason(self) -> str:
         """Return why a strategy of it is kept."""
         return f"of the recipe for {self._device}, which was checked and tried as a whole"
-
-
-def _best_guess(candidate: Candidate) -> Choices:
-    try:
-        return {candidate.name: candidate.settings()[0]}
-    except ours():
-        return {}

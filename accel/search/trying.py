@@ -121,6 +121,10 @@ def _try_setting(
     if not has_passed:
         return trial_plan, None
     candidate.passed = trial_plan
+    # Two trials that show it end in a drop.
+    if_much_slower: Verdict | None = "inconclusive" if config == state.config.brief() else None
+    if candidate.at_length:
+        if_much_slower = "drop"
     is_soon_steady = candidate.design.settling(setting) <= _SOON_STEADY
     result = yield from trial(
         state,
@@ -128,7 +132,7 @@ def _try_setting(
         trial_plan,
         design=candidate.design,
         config=config,
-        if_much_slower=_if_much_slower(state, candidate, config) if is_soon_steady else None,
+        if_much_slower=if_much_slower if is_soon_steady else None,
         limit_s=_limit(state) if is_limited else lambda: math.inf,
     )
     if not candidate.is_compared:  # then it works when it is switched on
@@ -169,13 +173,6 @@ def _put_off(state: SearchState, candidate: Candidate, result: TrialResult) -> N
         why = state.budget.too_dear(state.cost_s, candidate.needs_s, costs.COMPARING)
     if candidate.row.status == "not tried":
         candidate.row.why = why
-
-
-def _if_much_slower(state: SearchState, candidate: Candidate, config: TrialConfig) -> Verdict | None:
-    """Return the verdict where the first steps are much slower: two such trials end in a drop."""
-    if candidate.at_length:
-        return "drop"
-    return "inconclusive" if config == state.config.brief() else None
 
 
 def leave_out(state: SearchState, candidate: Candidate) -> Decisions:
@@ -247,12 +244,13 @@ def _try_what_comes_first(state: SearchState, plan: Choices) -> Decisions:
 def _affordable_part(state: SearchState, plan: Choices) -> Choices:
     """Return the part of a plan whose one-off work the budget allows for, if this run is as long as the last one."""
     memory, in_all_s = state.recollection, 0.0
-    is_affordable = costs.affordable_in(state, memory.run_s, memory.saved_s)
+    elapsed_s = max(state.elapsed_s, memory.run_s, state.lasted_s + (state.to_come_s or 0.0))
     one_off_s = {name: costs.work_of(state, state.candidates[name], setting) for name, setting in plan.items()}
     waiting = set()
     for name in sorted(plan, key=one_off_s.__getitem__):
         in_all_s += one_off_s[name]
-        if one_off_s[name] >= costs.DEAR_S and not is_affordable(in_all_s):
+        known = {"spent": state.cost_s, "expected": in_all_s, "elapsed": elapsed_s, "saved": memory.saved_s}
+        if one_off_s[name] >= costs.DEAR_S and not state.budget.allows(**known):
             waiting.add(name)
     return {name: setting for name, setting in plan.items() if name not in waiting}
 

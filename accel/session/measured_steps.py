@@ -254,6 +254,7 @@ class Observation:
         if self._device is not None:
             self._device.apply(steps)
         run, now = self._run, self._meter.read()
+        waited, seconds = self._ddp_wait.mean(), sum(step.seconds for step in steps)
         return Evidence(
             steps=steps,
             cores=run.cores,
@@ -266,14 +267,9 @@ class Observation:
             optimizer=facts.of_optimizers(run.optimizers),
             dtype=facts.dtype(run.model.parameters()),
             anomaly_mode=torch.is_anomaly_enabled(),
-            ddp_wait_share=self._wait_share(steps),
+            ddp_wait_share=waited * len(steps) / seconds if waited is not None and seconds else None,
             exchanges=self._ddp_wait.exchanges(),
         )
-
-    def _wait_share(self, steps: list[Measurement]) -> float | None:
-        """Return the share of the steps in which DDP waits for other ranks."""
-        waited, seconds = self._ddp_wait.mean(), sum(step.seconds for step in steps)
-        return None if waited is None or not seconds else waited * len(steps) / seconds
 
     def _waiting(self) -> ThreadShare | None:
         wall, ran, waited = (sum(part) for part in zip(*self._waits, strict=True)) if self._waits else (0.0, 0.0, 0.0)
