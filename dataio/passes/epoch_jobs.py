@@ -62,7 +62,7 @@ class IndexLists:
         if self._error is not None:
             raise self._error
         try:
-            return self._drawn()
+            return next(self._lists) if self._generator is None else self._drawn()
         except StopIteration:
             self.exhausted = True
             if self.is_on_demand:
@@ -74,8 +74,8 @@ class IndexLists:
 
     def _drawn(self) -> Any:
         """Return the next list; a draw from the loader's generator at the end has to wait."""
-        generator = None if self.is_on_demand or not self.next_number else self._generator
-        if generator is None:
+        generator = self._generator
+        if generator is None or self.is_on_demand or not self.next_number:
             return next(self._lists)
         before = generator.get_state()
         try:
@@ -91,7 +91,9 @@ class IndexLists:
         return self.exhausted and not self._owes_end
 
     def is_cut_short(self, job: BatchJob) -> bool:
-        """Whether the batch of a job is shorter than others, as the last one may be."""
+        """Whether the batch of a job is shorter than others, as the last one may be, and the sampler's end is due."""
+        if not self._owes_end:
+            return False
         batches = self._loader.batch_sampler
         return type(batches) is BatchSampler and len(job.indices) < batches.batch_size
 
