@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from torch.autograd import forward_ad
 
 from accel.profiler.errors import InvalidState
 
-_R = TypeVar("_R")
 _interpreted = False
 
 
@@ -80,12 +79,6 @@ def _applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return a function's `apply`, without torch's wrapper in Python where that does nothing: it takes 3 µs."""
     return function.apply if torch._C._are_functorch_transforms_active() else _applied(function)
-
-
-def uncompiled(function: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
-    """Call a function as Python: torch.compile ends its graph before the call, and begins another after it."""
-    called: Callable[..., _R] = torch._disable_dynamo(function)  # type: ignore[attr-defined]
-    return called(*args, **kwargs)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

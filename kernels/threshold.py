@@ -21,7 +21,7 @@ from torch import Tensor
 
 from accel.kernels.compact import sources_ref
 from accel.kernels.rows import BLOCK
-from accel.kernels.support import Cost, runs_triton, uncompiled
+from accel.kernels.support import Cost, runs_triton
 from accel.profiler.errors import InvalidArgument
 
 
@@ -56,6 +56,14 @@ def at_least_ref(values_N: Tensor, least: Tensor, size: int) -> tuple[Tensor, Te
     return positions, selected, count
 
 
+def _block_maxima(values: Tensor) -> Tensor:
+    if takes(values):
+        from accel.kernels.rows import threshold_triton
+
+        return threshold_triton.block_maxima(values)
+    return block_maxima_ref(values)
+
+
 def _at_least(values: Tensor, least: Tensor, size: int | None, maxima: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return so many of them, or all: their number synchronises the host with the device."""
     if takes(values):
@@ -68,6 +76,25 @@ def _at_least(values: Tensor, least: Tensor, size: int | None, maxima: Tensor | 
     if size is None:
         size = int((values.abs() < least).logical_not_().sum())
     return at_least_ref(values, least, size)
+
+
+# torch.compile sees opaque ops; eager calls go around them, for half the overhead.
+_block_maxima_op = torch.library.custom_op("accel::block_maxima", _block_maxima, mutates_args=())
+_at_least_op = torch.library.custom_op("accel::at_least", _at_least, mutates_args=())
+
+
+@_block_maxima_op.register_fake
+def _(values: Tensor) -> Tensor:
+    return values.new_empty((values.shape[0] + BLOCK - 1) // BLOCK)
+
+
+@_at_least_op.register_fake
+def _(values: Tensor, least: Tensor, size: int, maxima: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        values.new_empty(size, dtype=torch.int64),
+        values.new_empty(size),
+        values.new_empty((), dtype=torch.int64),
+    )
 
 
 def block_maxima(values: Tensor) -> Tensor:
@@ -86,14 +113,8 @@ def block_maxima(values: Tensor) -> Tensor:
         >>> block_maxima(torch.tensor([1.0, -3.0, 2.0]))
         tensor([3.])
     """
-    if torch.compiler.is_compiling():
-        return uncompiled(block_maxima, values)
     _check(values)
-    if takes(values):
-        from accel.kernels.rows import threshold_triton
-
-        return threshold_triton.block_maxima(values)
-    return block_maxima_ref(values)
+    return _block_maxima_op(values) if torch.compiler.is_compiling() else _block_maxima(values)
 
 
 def at_least(values: Tensor, least: Tensor, size: int | None = None, maxima: Tensor | None = None) -> Selected:
@@ -118,11 +139,10 @@ def at_least(values: Tensor, least: Tensor, size: int | None = None, maxima: Ten
         >>> at_least(torch.tensor([1.0, -3.0, 2.0]), torch.tensor(2.0), size=3)
         Selected(positions=tensor([1, 2, 3]), values=tensor([-3.,  2.,  0.]), count=tensor(2))
     """
-    if torch.compiler.is_compiling():
-        return uncompiled(at_least, values, least, size, maxima)
     _check(values)
     _check_threshold(values, least, size, maxima)
-    return Selected(*_at_least(values, least, size, maxima))
+    run = _at_least if size is None or not torch.compiler.is_compiling() else _at_least_op
+    return Selected(*run(values, least, size, maxima))
 
 
 def _check(values: Tensor) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accel.kernels.support import Cost, runs_triton, uncompiled
+from accel.kernels.support import Cost, runs_triton
 from accel.profiler.errors import InvalidArgument
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 8, 2048
@@ -58,6 +58,13 @@ class BlockCode:
         self.name, self.bits, self.block = name, bits, block
         self._encode_name, self._decode_name = f"{name}.encode", f"{name}.decode_sum"
         self._encode_tile, self._units, self._flops = encode_tile, units, flops
+        # torch.compile sees opaque ops; eager calls go around them, for half the overhead.
+        self.encode_op = torch.library.custom_op(
+            f"accel::{name}_encode", self._encode, mutates_args=("encoded", "lost")
+        )
+        self.decode_sum_op = torch.library.custom_op(
+            f"accel::{name}_decode_sum", self._decode_sum, mutates_args=("out",)
+        )
 
     def encoded_bytes(self, numel: int, block: int) -> int:
         """Return the size of `numel` encoded elements."""
@@ -87,13 +94,12 @@ class BlockCode:
         Raises:
             InvalidArgument: if shapes, dtypes, devices or layouts don't fit.
         """
-        if torch.compiler.is_compiling():
-            return uncompiled(BlockCode.encode, self, values, encoded, block, residual, lost, factor)
         block = self.block if block is None else block
         check_block(self._encode_name, block, 8 // self.bits)
         size = self.encoded_bytes(values.numel(), block)
         check_encode(self._encode_name, values, encoded, size, residual, lost)
-        return self._encode(values, encoded, block, residual, lost, factor)
+        run = self.encode_op if torch.compiler.is_compiling() else self._encode
+        run(values, encoded, block, residual, lost, factor)
 
     def decode_sum(self, encoded: Tensor, out: Tensor, block: int | None = None, add: bool = False) -> None:
         """Write the sum of what ranks encoded, in their order: the same bits in every run on one kind of device.
@@ -107,12 +113,13 @@ class BlockCode:
         Raises:
             InvalidArgument: if shapes, dtypes, devices or layouts don't fit.
         """
-        if torch.compiler.is_compiling():
-            return uncompiled(BlockCode.decode_sum, self, encoded, out, block, add)
         block = self.block if block is None else block
         check_block(self._decode_name, block, 8 // self.bits)
         check_decode(self._decode_name, encoded, out, self.encoded_bytes(out.numel(), block))
-        return self._decode_sum(encoded, out, block, add) if out.numel() else None
+        if out.numel() == 0:
+            return
+        run = self.decode_sum_op if torch.compiler.is_compiling() else self._decode_sum
+        run(encoded, out, block, add)
 
     def encode_ref(
         self,
@@ -156,7 +163,9 @@ class BlockCode:
 
     def scales(self, encoded: Tensor, numel: int, block: int) -> Tensor:
         """Return the scales [B] of encoded [E]."""
-        return encoded[: 4 * -(-numel // block)].view(torch.float32)
+        scales = encoded[: 4 * -(-numel // block)]
+        # torch.compile may have moved the row to where a float32 can't begin.
+        return (scales.clone() if scales.storage_offset() % 4 else scales).view(torch.float32)
 
     def cost_encode(self, numel: int, block: int | None = None, residual: bool = True, lost: bool = True) -> Cost:
         """Return the least work of `encode`; `residual` and `lost`: whether these are passed."""
@@ -280,7 +289,7 @@ def _encodes(values: Tensor, encoded: Tensor, size: int, residual: Tensor | None
         and encoded.shape == (size,)
         and encoded.is_contiguous()
         and encoded.device == device
-        and encoded.storage_offset() % 4 == 0
+        and (torch.compiler.is_compiling() or encoded.storage_offset() % 4 == 0)
     )
 
 
@@ -293,7 +302,7 @@ def _decodes(encoded: Tensor, out: Tensor, size: int) -> bool:
         and encoded.is_contiguous()
         and _rows_fit(encoded.shape[0], encoded.shape[1], size)
         and encoded.device == out.device
-        and encoded.storage_offset() % 4 == 0
+        and (torch.compiler.is_compiling() or encoded.storage_offset() % 4 == 0)
     )
 
 
@@ -310,6 +319,8 @@ def _alike(tensor: Tensor, values: Tensor) -> bool:
 
 
 def _check_place(op: str, encoded: Tensor) -> None:
+    if torch.compiler.is_compiling():
+        return  # a compiler's tensors have no offsets, and are allocated by its own code
     if encoded.storage_offset() % 4:
         raise InvalidArgument(
             f"{op}: encoded must begin at a multiple of 4 bytes, since its scales are float32. "

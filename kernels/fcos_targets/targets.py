@@ -19,6 +19,7 @@ points near each box are examined. Targets carry no gradient, so nothing is save
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from accel.kernels.fcos_targets.inputs import (
     FcosGts,
     FcosPoints,
     FcosTargets,
+    Grid,
     Rule,
     box_cost,
     centerness_of,
@@ -43,7 +45,7 @@ from accel.kernels.fcos_targets.inputs import (
     widen,
 )
 from accel.kernels.fcos_targets.near import fcos3d_near, fcos_near, only_near
-from accel.kernels.support import Cost, runs_triton, uncompiled
+from accel.kernels.support import Cost, runs_triton
 
 # The reference: every box of every point
 
@@ -128,7 +130,7 @@ def _no_boxes(points: FcosPoints, gts: FcosGts, config: FcosConfig, dtype: torch
     return FcosTargets(gts.labels.new_full(shape, config.background), zeros, zeros[..., 0].clone())
 
 
-# The choice of the path
+# The ops: the choice of the path, opaque to torch.compile
 
 
 def _fcos(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> FcosTargets:
@@ -152,6 +154,60 @@ def _fcos3d(
     if gts.boxes.device.type == "cpu" and only_near(points, code, gts.valid, by_area=False):
         return fcos3d_near(points, gts, code, attrs, config)
     return _fcos3d_ref(points, gts, code, attrs, config)
+
+
+def _flat(points: FcosPoints, config: FcosConfig) -> tuple[list[Tensor], list[float], list[float]]:
+    """Return points and settings as an operator takes them: tensors, the numbers of grids, and those of settings."""
+    tensors = [points.xy, points.regress_range, points.stride]
+    grids = [float(value) for grid in points.grids for value in grid]
+    return tensors, grids, [float(getattr(config, name)) for name in _SETTINGS]
+
+
+_SETTINGS = {
+    **{"background": int, "attr_background": int, "center_sampling": bool},
+    **{"radius": float, "normalize": bool, "centerness_alpha": float},
+}
+
+
+def _whole(tensors: list[Tensor], grids: list[float], settings: list[float]) -> tuple[FcosPoints, FcosConfig]:
+    rows = [grids[i : i + 5] for i in range(0, len(grids), 5)]
+    levels = tuple(Grid(*map(int, row[:3]), *row[3:]) for row in rows)
+    kinds = zip(_SETTINGS.items(), settings, strict=True)
+    config = FcosConfig(**{name: kind(value) for (name, kind), value in kinds})
+    xy, regress_range, stride = tensors
+    return FcosPoints(xy, regress_range, stride, levels), config
+
+
+@torch.library.custom_op("accel::fcos_targets", mutates_args=())
+def _fcos_op(
+    points: list[Tensor], grids: list[float], settings: list[float], gts: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    where, config = _whole(points, grids, settings)
+    return _fcos(where, FcosGts(*gts), config)
+
+
+@_fcos_op.register_fake
+def _(points: list[Tensor], _grids: Any, _settings: Any, gts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    boxes, labels, valid = gts
+    shape = valid.shape[0], points[0].shape[0]
+    return labels.new_empty(shape), boxes.new_empty(*shape, 4), boxes.new_empty(shape)
+
+
+@torch.library.custom_op("accel::fcos3d_targets", mutates_args=())
+def _fcos3d_op(
+    points: list[Tensor], grids: list[float], settings: list[float], gts: list[Tensor], code: Tensor, attrs: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    where, config = _whole(points, grids, settings)
+    return _fcos3d(where, FcosGts(*gts), code, attrs, config)
+
+
+@_fcos3d_op.register_fake
+def _(
+    points: list[Tensor], _grids: Any, _settings: Any, gts: list[Tensor], code: Tensor, attrs: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = attrs.shape[0], points[0].shape[0]
+    targets, centerness = code.new_empty(*shape, code.shape[-1]), code.new_empty(shape)
+    return gts[1].new_empty(shape), targets, centerness, attrs.new_empty(shape)
 
 
 # The public functions
@@ -189,7 +245,14 @@ def fcos_targets(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> FcosTa
     FCOS, https://arxiv.org/abs/1904.01355
     """
     check("fcos_targets", points, gts)
-    return uncompiled(_fcos, points, gts, config) if torch.compiler.is_compiling() else _fcos(points, gts, config)
+    if not torch.compiler.is_compiling():
+        return _fcos(points, gts, config)
+    return _fcos_compiled(points, gts, config)
+
+
+@torch.no_grad()
+def _fcos_compiled(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> FcosTargets:
+    return FcosTargets(*_fcos_op(*_flat(points, config), [gts.boxes, gts.labels, gts.valid]))
 
 
 @torch.no_grad()
@@ -229,8 +292,10 @@ def fcos3d_targets(points: FcosPoints, gts: Fcos3dGts, config: FcosConfig) -> Fc
     """
     check("fcos3d_targets", points, gts)
     check_3d(gts, config)
-    given = points, FcosGts(gts.boxes, gts.labels, gts.valid), *_codes(gts), config
-    return Fcos3dTargets(*(uncompiled(_fcos3d, *given) if torch.compiler.is_compiling() else _fcos3d(*given)))
+    code, attrs = _codes(gts)
+    if not torch.compiler.is_compiling():
+        return Fcos3dTargets(*_fcos3d(points, FcosGts(gts.boxes, gts.labels, gts.valid), code, attrs, config))
+    return Fcos3dTargets(*_fcos3d_op(*_flat(points, config), [gts.boxes, gts.labels, gts.valid], code, attrs))
 
 
 def cost(images: int, points: int, boxes: int, columns: int = 4, itemsize: int = 4) -> Cost:

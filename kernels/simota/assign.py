@@ -31,6 +31,7 @@ from torch import Tensor
 from accel.kernels import support
 from accel.kernels.simota.inputs import (
     INF_BITS,
+    NUMBERS,
     Assignment,
     Boxes,
     Cells,
@@ -113,17 +114,13 @@ def simota_assign(
     """
     rules = rules_of(variant)
     given = Given(boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates)
-    check = boxes.is_cpu if check is None else check
     if torch.compiler.is_compiling():
-        return support.uncompiled(_assign, given, rules, xyxy=xyxy, check=check)
-    return _assign(given, rules, xyxy=xyxy, check=check)
-
-
-def _assign(given: Given, rules: Rules, *, xyxy: bool, check: bool) -> Assignment:
-    boxes, cls, gt_boxes = given.boxes, given.cls, given.gt_boxes
+        with torch.no_grad():  # torch gives an operator a backward pass, which this one has not
+            return Assignment(*assign_op(list(given), *flat(rules), xyxy, check))
     validate(given, rules)
+    check = boxes.is_cpu if check is None else check
     if check:
-        check_truths(gt_boxes, given.gt_classes, given.gt_mask, cls.shape[2], xyxy)
+        check_truths(gt_boxes, gt_classes, gt_mask, cls.shape[2], xyxy)
     if 0 in (*boxes.shape[:2], gt_boxes.shape[1]):
         return _background(boxes)
     if not support.runs_triton(boxes):
@@ -319,6 +316,30 @@ def _background(like: Tensor) -> Assignment:
         like.new_full(shape, -1, dtype=torch.int64),
         like.new_zeros(shape[0], dtype=torch.int64),
     )
+
+
+# One operator for torch.compile, which is opaque to it: it traces neither launches nor shapes.
+
+
+def flat(rules: Rules) -> tuple[str, list[float]]:
+    """Return the fields of some rules: dataclasses.astuple copies, which torch 2.11 can't trace."""
+    return rules.region, [float(getattr(rules, name)) for name in NUMBERS]
+
+
+@torch.library.custom_op("accel::simota_assign", mutates_args=())
+def assign_op(
+    given: list[Tensor | None], region: str, numbers: list[float], xyxy: bool, check: bool | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Run `simota_assign` with the rules taken apart."""
+    topk, *others = numbers
+    rules = Rules(region=region, topk=int(topk), **dict(zip(NUMBERS[1:], others, strict=True)))
+    *tensors, candidates = given
+    return tuple(simota_assign(*tensors, candidates=candidates, variant=rules, xyxy=xyxy, check=check))  # type: ignore[arg-type, return-value]
+
+
+@assign_op.register_fake
+def _(given: list[Tensor], *rest: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return tuple(_background(given[0]))  # type: ignore[return-value]
 
 
 def cost(

@@ -15,6 +15,10 @@ INF_BITS = 0x7F800000
 """Bit pattern of the fp32 infinity: the cost of masked pairs."""
 
 
+NUMBERS = ("topk", "radius", "cls_weight", "iou_weight", "log_eps", "union_eps")
+"""Fields of `Rules` that are numbers."""
+
+
 class Assignment(NamedTuple):
     """Which anchor learns which box. Background: matched_gt and matched_class -1, matched_iou 0."""
 
@@ -69,7 +73,7 @@ class Rules:
             raise InvalidArgument(f"region must be 'center', 'box' or 'given'. Found: {self.region!r}")
         if not 1 <= self.topk <= 16:
             raise InvalidArgument(f"topk must be 1 to 16. Found: {self.topk}")
-        for name in ("radius", "cls_weight", "iou_weight", "log_eps", "union_eps"):
+        for name in NUMBERS:
             if not getattr(self, name) >= 0:
                 raise InvalidArgument(f"{name} must not be negative. Found: {getattr(self, name)}")
 

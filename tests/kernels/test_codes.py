@@ -20,6 +20,7 @@ from tests.kernels.code_cases import (
     summed,
     values_of,
 )
+from tests.kernels.contract import opcheck
 
 CODES = {"quantise": quantise, "sign_pack": sign_pack}
 both = pytest.mark.parametrize("code", CODES.values(), ids=CODES)
@@ -83,8 +84,12 @@ def test_what_does_not_fit_is_refused(code: Any, change: dict[str, Any], reason:
 
 
 @both
-def test_compiled_code_runs_them_as_they_are(code: Any) -> None:
+def test_ops_keep_their_contract_and_compile(code: Any) -> None:
     values, size = values_of(100), code.encoded_bytes(100, 64)
+    opcheck(
+        code.CODE.encode_op, (values, torch.zeros(size, dtype=torch.uint8), 64, values.clone(), torch.zeros(100), 0.5)
+    )
+    opcheck(code.CODE.decode_sum_op, (rows(code, [values, values], 64), torch.zeros(100), 64, True))
 
     def there_and_back(values: Tensor) -> Tensor:
         encoded, out = values.new_empty(size, dtype=torch.uint8), torch.empty_like(values)
@@ -92,7 +97,7 @@ def test_compiled_code_runs_them_as_they_are(code: Any) -> None:
         code.decode_sum(encoded[None], out, 64)
         return out
 
-    compiled = torch.compile(there_and_back, backend="aot_eager")
+    compiled = torch.compile(there_and_back, backend="aot_eager", fullgraph=True)
     assert same_bits(compiled(values), there_and_back(values))
 
 

@@ -14,6 +14,7 @@ from accel.kernels.fcos_targets import fcos3d_targets, fcos3d_targets_ref, fcos_
 from accel.kernels.fcos_targets import near as fcos_near
 from accel.kernels.fcos_targets import targets as module
 from accel.kernels.fcos_targets.inputs import Fcos3dGts, FcosConfig, FcosGts, FcosPoints, rule_of
+from tests.kernels.contract import opcheck
 from tests.kernels.fcos_oracle import fcos3d_batch, fcos_batch
 
 # Odd maps, a level of one point, a stride that is no power of two, ranges that meet in one number.
@@ -298,7 +299,7 @@ def test_gpu_compiled_under_autocast() -> None:
         return (*fcos_targets(points, flat, CONFIG), *fcos3d_targets(points, moved, CONFIG))
 
     with torch.autocast("cuda", torch.bfloat16):
-        found = torch.compile(both)(there.boxes)
+        found = torch.compile(both, fullgraph=True)(there.boxes)
     same(found, both(there.boxes))
 
 
@@ -345,7 +346,14 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         fcos_targets(replace(POINTS, stride=POINTS.stride[1:]), gts, CONFIG)
 
 
-def test_compiled_code_runs_them_as_they_are() -> None:
+def test_ops_keep_their_contract() -> None:
+    gts = batch(5, "random", images=2)
+    given = *module._flat(POINTS, CONFIG), [gts.boxes, gts.labels, gts.valid]
+    opcheck(module._fcos_op, given)
+    opcheck(module._fcos3d_op, (*given, *module._codes(gts)))
+
+
+def test_torch_compile_keeps_one_graph() -> None:
     gts = batch(5, "random", images=2)
 
     def both(boxes: Tensor) -> tuple[Tensor, ...]:
@@ -353,7 +361,7 @@ def test_compiled_code_runs_them_as_they_are() -> None:
         flat = FcosGts(moved.boxes, moved.labels, moved.valid)
         return (*fcos_targets(POINTS, flat, CONFIG), *fcos3d_targets(POINTS, moved, CONFIG))
 
-    same(torch.compile(both, backend="aot_eager")(gts.boxes), both(gts.boxes))
+    same(torch.compile(both, backend="aot_eager", fullgraph=True)(gts.boxes), both(gts.boxes))
 
 
 def test_autocast_leaves_the_dtype() -> None:

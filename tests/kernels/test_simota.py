@@ -17,8 +17,9 @@ from torch import Tensor
 from accel.kernels import support
 from accel.kernels.simota import assign as simota
 from accel.kernels.simota import cost, simota_assign
-from accel.kernels.simota.inputs import Assignment, Rules
+from accel.kernels.simota.inputs import VARIANTS, Assignment, Rules
 from tests.kernels import simota_oracle as oracle
+from tests.kernels.contract import opcheck
 from tests.kernels.simota_scenes import (
     CLASSES,
     FAMILIES,
@@ -258,7 +259,7 @@ def test_torch_compile_works_through_it(variant: str | Rules) -> None:
     def call(*given: Tensor) -> Assignment:
         return simota_assign(*given, variant=variant)
 
-    found = torch.compile(call, backend="aot_eager")(*batch)
+    found = torch.compile(call, backend="aot_eager", fullgraph=True)(*batch)
     assert isinstance(found, Assignment)
     for ours, theirs in zip(found, plain, strict=True):
         assert torch.equal(ours, theirs)
@@ -266,6 +267,7 @@ def test_torch_compile_works_through_it(variant: str | Rules) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
 def test_compiled_it_leaves_no_graph() -> None:
+    """The operator has no gradient: a loss that used the IoUs failed in its backward pass."""
     boxes, *rest = oracle_batch()
     boxes.requires_grad_()
 
@@ -273,11 +275,19 @@ def test_compiled_it_leaves_no_graph() -> None:
         found = simota_assign(*given)
         return found, (given[0].sum(-1) * found.matched_iou).sum()
 
-    found, total = torch.compile(loss, backend="aot_eager")(boxes, *rest)
+    found, total = torch.compile(loss, backend="aot_eager", fullgraph=True)(boxes, *rest)
     assert not any(t.requires_grad for t in found)
     total.backward()
     assert boxes.grad is not None
     assert torch.equal(boxes.grad, found.matched_iou[..., None].expand_as(boxes))
+
+
+def test_the_operator_keeps_its_contract() -> None:
+    boxes, cls, obj, points, strides, truths, classes = oracle_batch()
+    mask = torch.rand(2, 5) < 0.8
+    for rules, scores in ((VARIANTS["yolox"], obj), (VARIANTS["mmdet"], None)):
+        given = (boxes, cls if scores is not None else cls.sigmoid(), scores, points, strides, truths, classes, mask)
+        opcheck(simota.assign_op, ([*given, None], *simota.flat(rules), False, True))
 
 
 def test_cost_grows_as_the_work_does() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from accel.kernels import threshold as op
 from accel.kernels.threshold import Selected, at_least, block_maxima
+from tests.kernels.contract import opcheck
 
 # Nothing; one; a block and its neighbours; a tile of 2,048 and its neighbours; several tiles with a rest.
 SIZES = [0, 1, 63, 64, 65, 2047, 2048, 2049, 4200]
@@ -112,13 +113,15 @@ def test_what_does_not_fit_is_refused(
         at_least(values, least, size, maxima)
 
 
-def test_compiled_code_runs_them_as_they_are() -> None:
+def test_ops_keep_their_contract_and_compile() -> None:
     x = _values(300).nan_to_num()
+    opcheck(op._block_maxima_op, (x,))
+    opcheck(op._at_least_op, (x, _T, 50, block_maxima(x)))
 
     def total(x: Tensor) -> Tensor:
         return at_least(x, _T, 50, block_maxima(x)).values.sum()
 
-    assert torch.equal(torch.compile(total, backend="aot_eager")(x), total(x))
+    assert torch.equal(torch.compile(total, backend="aot_eager", fullgraph=True)(x), total(x))
 
 
 def test_cost_counts_what_is_moved() -> None:
