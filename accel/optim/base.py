@@ -17,10 +17,12 @@ from accel.errors import InvalidArgument, InvalidState
 from accel.kernels.optimizers import Batch, Hypers, Kind, Scaling, UpdateOutcome, Updater, work_dtype
 from accel.kernels.support import runs_triton
 from accel.optim import checks
+from accel.optim.apex import ApexStep
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _GRAD, _DTYPE, _VERSION = attrgetter("grad"), attrgetter("dtype"), attrgetter("_version")
 _IS_NONE = partial(is_, None)
+_BACKENDS = ("accel", "apex")
 _NO_OPTIONS = frozenset({"self", "__class__", "params", "backend"})
 
 
@@ -51,20 +53,22 @@ class MultiTensorOptimizer(Optimizer):
     switches: ClassVar[dict[str, str]] = {}
     """Options that are on or off → the column of `Hypers` that says so."""
     _step_supports_amp_scaling = True
+    _apex: ApexStep | None
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: str = "accel") -> None:
-        if backend != "accel":
-            raise InvalidArgument(
-                f"{type(self).__name__}: backend must be 'accel'. Found: {backend!r}. For apex's kernels make its "
-                "own optimizer; its states load here."
-            )
+        if backend not in _BACKENDS:
+            owner = type(self).__name__
+            raise InvalidArgument(f"{owner}: backend must be one of {', '.join(_BACKENDS)}. Found: {backend!r}.")
         self._start()
         super().__init__(params, defaults)
+        if backend == "apex":
+            _use_apex(self)
 
     def _start(self) -> None:
         self._updater = Updater(self.kind)
         self._outcome = UpdateOutcome(None, None)
         self._rounded = Rounded()
+        self._apex = None
 
     # What torch.optim.Optimizer asks.
 
@@ -157,6 +161,9 @@ class MultiTensorOptimizer(Optimizer):
                 grads[number] = [g for g in each if g is not None]
         for each in grads:
             checks.gradients(type(self).__name__, each)
+        if self._apex is not None:
+            self._apex.step()
+            return
         batches = [_batch(self, n, *own) for n, own in enumerate(zip(groups, chosen, grads, strict=True))]
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         self._outcome = self._updater(batches, scaling)
@@ -184,7 +191,7 @@ class MultiTensorOptimizer(Optimizer):
         Args:
             group: one of `param_groups`.
         """
-        if not any(map(runs_triton, group["params"])):
+        if self._apex is not None or not any(map(runs_triton, group["params"])):
             return None
         # Tensors are copied from where they lie.
         on_device = [number for number in numbers(group, self.switches) if isinstance(number, Tensor)]
@@ -198,7 +205,11 @@ class MultiTensorOptimizer(Optimizer):
         """Return a state as it is to be loaded, None for as it is; raise InvalidArgument if it is of another one."""
         return checked(self, state_dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_uses_apex": self._apex is not None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        uses_apex = state.pop("_uses_apex", False)
         if "_updater" not in self.__dict__:
             self._start()
         before = self.__dict__.get("param_groups", [])
@@ -213,6 +224,16 @@ class MultiTensorOptimizer(Optimizer):
                     self.state[p] = taken_in(p, self.state[p], step)
         # Weights that have gone on since the loaded state was saved stay; its master weights follow them.
         self._rounded.clear()
+        if uses_apex:
+            _use_apex(self)
+        elif self._apex is not None:
+            self._apex.read_steps()
+
+
+def _use_apex(optimizer: MultiTensorOptimizer) -> None:
+    optimizer._apex = step = ApexStep(optimizer)
+    optimizer._step_supports_amp_scaling = False  # GradScaler unscales, and skips the step itself
+    optimizer.register_state_dict_pre_hook(lambda _: step.write_steps())
 
 
 def numbers(group: dict[str, Any], switches: dict[str, str]) -> Hypers:

@@ -25,7 +25,7 @@ class FusedSGD(MultiTensorOptimizer):
         maximize: go up instead of down, default False.
         max_grad_norm: clip the norm of all gradients to it, as `clip_grad_norm_` does; None (default) for no clipping.
         master_weights: keep float32 weights of float16 and bfloat16 parameters, in the state. Default True.
-        backend: "accel", the default and the only one.
+        backend: "accel" (default), or "apex" for NVIDIA's kernels.
 
     Raises:
         InvalidArgument: if an argument is out of range, or a parameter can't be updated.
@@ -136,7 +136,7 @@ class FusedAdam(MultiTensorOptimizer):
         decoupled_weight_decay: take η λ w from the weight instead, as AdamW does. Default False.
         max_grad_norm: clip the norm of all gradients to it, as `clip_grad_norm_` does; None (default) for no clipping.
         master_weights: keep float32 weights of float16 and bfloat16 parameters, in the state. Default True.
-        backend: "accel", the default and the only one.
+        backend: "accel" (default), or "apex" for NVIDIA's kernels.
 
     Raises:
         InvalidArgument: if an argument is out of range, or a parameter can't be updated.
@@ -231,7 +231,7 @@ class FusedLAMB(MultiTensorOptimizer):
         use_nvlamb: take the ratio where λ is 0 too, default False.
         maximize: go up instead of down, default False.
         master_weights: keep float32 weights of float16 and bfloat16 parameters, in the state. Default True.
-        backend: "accel", the default and the only one.
+        backend: "accel" (default), or "apex" for NVIDIA's kernels.
 
     Raises:
         InvalidArgument: if an argument is out of range, or a parameter can't be updated.

@@ -23,6 +23,7 @@ order here is one of those that the published one allows.
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ def simota_assign(
         variant: "yolox" (as YOLOX is now), "yolox-2021" (as it came out), "yolov7", "mmdet", or `Rules`. YOLOv7's BCE
             of the logit of p is the BCE of p; where p is 0 or 1 its published form is NaN and this one is not.
         xyxy: all boxes are (left, top, right, bottom) instead.
-        chunk: has no effect; it was the number of ground truths worked on at once.
+        chunk: has no effect, as a warning says; it was the number of ground truths worked on at once.
         check: look for NaN and infinities (without triton in the candidates only) and for wrong classes. Sides may be
             infinite, of predictions or of ground truths: such a box overlaps with none, as published. This waits for
             the device. None: on a CPU only. Unchecked, they give a meaningless assignment, never a crash.
@@ -112,6 +113,8 @@ def simota_assign(
         >>> simota_assign(boxes, logits, torch.zeros(1, 2), points, strides, truth, torch.tensor([[2]])).matched_gt
         tensor([[-1,  0]])
     """
+    if chunk is not None:
+        warnings.warn("simota_assign(chunk=) has no effect any more; leave it out", FutureWarning, stacklevel=2)
     rules = rules_of(variant)
     given = Given(boxes, cls, obj, points, strides, gt_boxes, gt_classes, gt_mask, candidates)
     if torch.compiler.is_compiling():

@@ -148,7 +148,7 @@ def test_what_torch_has_wrapped_is_raised_as_it_was(error: type[Exception]) -> N
 
 # Where no loop of the user's can be interrupted: worker processes, commands, what is written as the process ends.
 ELSEWHERE = {
-    *("accel/commands/profile.py", "accel/commands/run.py", "accel/commands/script_job.py"),
+    *("accel/commands/profile.py", "accel/commands/run.py", "accel/commands/script_job.py", "accel/optim/apex.py"),
     *("comm/engine/pipeline.py", "dataio/engine/worker.py", "dataio/engine/worker_handle.py", "profiler/stderr.py"),
     "kernels/window_dropins.py",
 }
