@@ -230,7 +230,11 @@ class UpdateEvents:
         if not events.usage.iterated:
             events.usage.updated_without_batch()
 
+    def backward_begins(self, roots: list[Tensor]) -> None:
+        """Record whether gradients are there already."""
+        self._calls.watch.backward_begins()
+
     def backward_ended(self, roots: list[Tensor]) -> None:
         """Check the gradients."""
         if self._state.mode is not _SUSPENDED:
-            self._calls.watch.backward_ended()
+            self._calls.watch.backward_ended(roots)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from accel.guard.alone import is_sharded
 from accel.guard.blame import Blame
-from accel.guard.comparison import Comparison
+from accel.guard.comparison import Comparison, Replayed
 from accel.guard.guard import Recording
 from accel.guard.snapshot import ModelSnapshot, devices_of
 from accel.guard.watch import Excuse, Watch
@@ -29,7 +30,7 @@ class StepWatch:
     def __init__(self, replays: Replays) -> None:
         self._replays, self._run, self._switchboard = replays, replays.run, replays.switchboard
         self.calls = Watch(self._run.gate, self._run.device, self._switchboard.trip)
-        self._blame = Blame(self._run.observed.note_backward)
+        self._blame = Blame(self._run.model, self._run.observed.note_backward)
         self._excuse = Excuse()
         self._gradients_checked = False
         self._leaves_out_update = False
@@ -65,11 +66,15 @@ class StepWatch:
         if self._blame.calls:
             self._blame.forget()
 
-    def backward_ended(self) -> None:
+    def backward_begins(self) -> None:
+        """Record whether gradients are there already."""
+        self._blame.backward_begins()
+
+    def backward_ended(self, roots: list[Tensor]) -> None:
         """Check the gradients."""
         self._gradients_checked = True
         if self._blame.calls:
-            self._check_gradients()
+            self._check_gradients(roots)
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Check the gradients, if no backward pass was seen; leave out an update that strategies have spoiled.
@@ -79,13 +84,13 @@ class StepWatch:
         if self._blame.calls and backward.is_running():
             self._blame.forget()
         if not self._gradients_checked and self._blame.calls:
-            self._check_gradients()
+            self._check_gradients(None)
         if self._leaves_out_update and not self.calls.gradients_are_finite(optimizer):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    def _check_gradients(self) -> None:
+    def _check_gradients(self, roots: list[Tensor] | None) -> None:
         """If strategies have made a gradient that is not finite, switch them off, and leave out its update."""
         if not self._switchboard.suspects() or self._excuse.holds():
             return
@@ -95,7 +100,7 @@ class StepWatch:
             return
         why = ""
         with Tolerated("a call could not be made again"):  # which proves nothing
-            why = self._blame.verdict(self._repeated)
+            why = self._blame.verdict(roots, self._repeated)
         if not why:
             self._excuse.grant()
             return
@@ -103,7 +108,7 @@ class StepWatch:
         self._leaves_out_update = self.steps_alone
         self._switchboard.trip(why + ("; that update was left out" if self._leaves_out_update else ""))
 
-    def _repeated(self, call: Recording) -> Comparison:
+    def _repeated(self, call: Recording) -> tuple[Replayed, Comparison]:
         run, active = self._run, dict(self._switchboard.active)
         on_model = self._switchboard.acting_on("model", active)
         beside = {name: setting for name, setting in active.items() if name not in on_model}
@@ -113,10 +118,10 @@ class StepWatch:
             devices = devices_of(run.model, run.device, *given)
             call.before.restore = ModelSnapshot(run.model, devices, given).restore  # type: ignore[method-assign]
             try:
-                finding, _ = self._replays.compared(active, call, compiles=compiles, beside=beside)
+                finding, plain = self._replays.compared(active, call, compiles=compiles, beside=beside)
             finally:
                 self._switchboard.switch(active)
-        return finding
+        return plain, finding
 
     def close(self) -> None:
         """Release the calls that were kept."""

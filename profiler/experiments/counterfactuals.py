@@ -103,7 +103,7 @@ def _result(switched: Generator[None, None, int]) -> int:
         next(switched)
     except StopIteration as ended:
         return int(ended.value)
-    raise AssertionError("what switches a cause off must yield once")
+    return 0
 
 
 def fetched_ahead(recorder: Recorder) -> Counterfactual:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -121,3 +121,28 @@ listen = _MARK.add
 """Add a listener, behind the others or before them."""
 forget = _MARK.remove
 """Remove it."""
+
+
+def leads_past(roots: Iterable[Tensor], calls: set[int], parameters: set[int]) -> bool:
+    """Return whether a backward pass from `roots` reaches parameters on a path that bypasses the model's calls.
+
+    A penalty on the weights does: its share of the gradients doesn't come from the call.
+
+    Args:
+        roots: where the pass started.
+        calls: sequence numbers of the calls' output nodes.
+        parameters: `id` of each parameter.
+    """
+    nodes: list[Any] = [getattr(root, "grad_fn", None) for root in roots]
+    waiting = [node for node in nodes if node is not None]
+    visited = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node._sequence_nr() in calls:
+            continue
+        if id(getattr(node, "variable", None)) in parameters:
+            return True
+        new = {following for following, _ in node.next_functions if following is not None} - visited
+        visited |= new
+        waiting += new
+    return False

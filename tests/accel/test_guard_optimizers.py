@@ -41,8 +41,9 @@ def test_updates_within_the_backward_pass_are_not_held_up(monkeypatch: pytest.Mo
         parameter.register_post_accumulate_grad_hook(lambda _, own=optimizer: runner.before_update(own))
     runner.begin_step()
     loss: Tensor = runner.call(model.forward, (torch.randn(5, 3),), {}).square().sum()
+    runner.backward_begins()
     loss.backward()
-    runner.backward_ended()
+    runner.backward_ended([loss])
     assert looked_at == []
     runner.begin_step()  # a loop that updates after the pass is looked at as ever
     outputs = runner.call(model.forward, (torch.randn(5, 3),), {})

@@ -44,7 +44,7 @@ def alone() -> None:
 
 
 def test_an_idle_session_adds_a_fixed_number_of_instructions_to_a_step() -> None:
-    """In Python 3.11 33 calls and 593 instructions idle, of which two ask for the thread; 13 and 211 disabled."""
+    """In Python 3.11 33 calls and 593 instructions idle, of which two ask for the thread; 13 and 214 disabled."""
     model, optimizer, batches = make()
 
     def of_a_step(loader: Any) -> Effort:
@@ -61,7 +61,7 @@ def test_an_idle_session_adds_a_fixed_number_of_instructions_to_a_step() -> None
     accel.undo(model)
 
     assert idle.calls <= 33 and idle.instructions <= 600, idle
-    assert disabled.calls <= 14 and disabled.instructions <= 212, disabled
+    assert disabled.calls <= 14 and disabled.instructions <= 215, disabled
 
 
 def test_another_model_s_optimizer_adds_little_to_a_step() -> None:

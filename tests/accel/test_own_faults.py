@@ -235,6 +235,17 @@ def test_updates_and_outputs_that_are_not_finite_prove_nothing_against_a_candida
     assert guard.compare(guard.Replayed([torch.ones(3)], [], []), other, Exactness.REORDERED).problem
 
 
+def test_a_way_past_the_calls_is_seen() -> None:
+    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    output = layer(torch.ones(1, 2))
+    assert output.grad_fn is not None
+    nodes, own = {output.grad_fn._sequence_nr()}, {id(p) for p in layer.parameters()}  # type: ignore[attr-defined]
+    assert not backward.leads_past([other(output.relu()).sum()], nodes, own)
+    assert backward.leads_past([output.sum() + layer.weight.norm()], nodes, own)
+    assert not backward.leads_past([output.sum() + other.weight.norm()], nodes, own)
+    assert not backward.leads_past([torch.ones(())], nodes, own)
+
+
 def test_the_mark_on_the_backward_pass_is_taken_out() -> None:
     class Ears:
         heard: ClassVar[list[str]] = []
