@@ -45,7 +45,7 @@ class IndexLists:
     ) -> None:
         self._loader, self._lists = loader, indices
         self.exhausted = self._is_drawing = False
-        self._owes_end = is_ahead and draws_at_end(loader)
+        self._owes_end = is_ahead and draws_at_end(loader) and not _is_single(loader)
         self._generator = ordering(loader).generator if draws_at_end(loader) and not is_ahead else None
         self.is_on_demand = False
         self._seeds = loader.worker_init_fn is None
@@ -57,6 +57,12 @@ class IndexLists:
         return self
 
     def __next__(self) -> Any:
+        indices = self._next()
+        if self.is_on_demand and self.is_cut_short(indices):
+            self.end()
+        return indices
+
+    def _next(self) -> Any:
         if self._back:
             return self._back.popleft()
         if self._error is not None:
@@ -90,12 +96,12 @@ class IndexLists:
         """Whether the sampler has drawn all that it draws in an epoch."""
         return self.exhausted and not self._owes_end
 
-    def is_cut_short(self, job: BatchJob) -> bool:
-        """Whether the batch of a job is shorter than others, as the last one may be, and the sampler's end is due."""
+    def is_cut_short(self, indices: Any) -> bool:
+        """Whether a list is shorter than others, as the last one may be, and the sampler's end is due."""
         if not self._owes_end:
             return False
         batches = self._loader.batch_sampler
-        return type(batches) is BatchSampler and len(job.indices) < batches.batch_size
+        return type(batches) is BatchSampler and len(indices) < batches.batch_size
 
     def end(self) -> None:
         """The loop has come to the end: have the sampler draw what it draws there."""
@@ -137,6 +143,12 @@ class IndexLists:
         self.next_number += 1
         self._is_drawing = False
         return True
+
+
+def _is_single(loader: DataLoader[Any]) -> bool:
+    """Return whether an epoch is one short list, with which the sampler's end is drawn."""
+    batches = loader.batch_sampler
+    return type(batches) is BatchSampler and len(batches.sampler) < batches.batch_size  # type: ignore[arg-type]
 
 
 class EpochJobs:
@@ -204,7 +216,7 @@ class EpochJobs:
 
     def collected(self, job: BatchJob) -> None:
         """Count the oldest job as collected."""
-        if self.lists.is_cut_short(job):
+        if self.lists.is_cut_short(job.indices):
             self.lists.end()  # the sampler is read to its end for a batch that it can't fill
         self.served += 1
 
