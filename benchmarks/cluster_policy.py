@@ -47,7 +47,7 @@ RECORD = Record(
 
 def cluster(gpus: int, kinds: int) -> list[ClusterNode]:
     """Return nodes of eight GPUs, of each kind as many."""
-    return [ClusterNode(f"node-{at:03}", 8, f"kind-{at % kinds}") for at in range(gpus // 8)]
+    return [ClusterNode(f"node-{at:03}", 8, f"kind-{at % kinds}", 1.0 + at % kinds) for at in range(gpus // 8)]
 
 
 def jobs_of(count: int, kinds: int, seed: int) -> list[JobView]:
@@ -57,7 +57,7 @@ def jobs_of(count: int, kinds: int, seed: int) -> list[JobView]:
         JobView(
             name=f"job-{number}",
             submitted_s=0.0,
-            profile=_profile(draw),
+            profiles={f"kind-{number % kinds}": _profile(draw)},
         )
         for number in range(count)
     ]

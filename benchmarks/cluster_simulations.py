@@ -15,13 +15,13 @@ from pathlib import Path
 import click
 
 from accel.cluster.jobs import ClusterNode
+from accel.cluster.outcome import outcome
 from accel.cluster.policy import allocate
+from accel.cluster.profiles import Application
+from accel.cluster.simulator import JobRules, Simulation, read_workload
 from benchmarks.goodput.profiles import data_option
 from benchmarks.record import Column, Record
 from benchmarks.render import Row
-from benchmarks.simulated_cluster.outcome import outcome
-from benchmarks.simulated_cluster.profiles import Application
-from benchmarks.simulated_cluster.simulator import JobRules, Simulation, read_workload
 
 RECORD = Record(
     "cluster-simulations",
@@ -55,7 +55,7 @@ def rows(data: Path, restart_s: float) -> Iterator[Row]:
             rules = JobRules(restart_s=restart_s, says_length=says_length)
             simulation = Simulation(read_workload(path), nodes, allocate, applications, rules)
             simulation.run()
-            figures = outcome(simulation)
+            figures = outcome(simulation, "accel", path.stem)
             means[says_length] = figures.mean_s
         summaries = {
             name: json.loads((data / "results-jobload" / f"{name}-1.0" / "summary.json").read_text())

@@ -17,7 +17,7 @@ import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from accel.elastic.batch_size.report import PROFILE
@@ -146,10 +146,6 @@ class JobRow:
         return None if profile is None or profile.total is None else min(profile.progress / profile.total, 1.0)
 
 
-_WRITTEN = [each.name for each in fields(JobRow) if each.name not in ("name", "spec", "submitted_s", "is_cancelled")]
-"""Columns of what became of a job."""
-
-
 class JobTable:
     """Read and change the jobs of a cluster; several processes may at once.
 
@@ -234,11 +230,14 @@ class JobTable:
 
     def write(self, row: JobRow) -> None:
         """Write what became of a job; whether its end is wanted is left as it is."""
-        values = {**vars(row), "nodes": json.dumps(row.nodes)}
         with self._change() as table:
             table.execute(
-                f"UPDATE jobs SET {', '.join(f'{name} = :{name}' for name in _WRITTEN)} WHERE name = :name",
-                {name: values[name] for name in ("name", *_WRITTEN)},
+                "UPDATE jobs SET state = ?, nodes = ?, changes = ?, service_s = ?, ran_s = ?, waited_s = ?, "
+                "changing_s = ?, ended_s = ?, exit_status = ?, note = ? WHERE name = ?",
+                (
+                    *(row.state, json.dumps(row.nodes), row.changes, row.service_s, row.ran_s, row.waited_s),
+                    *(row.changing_s, row.ended_s, row.exit_status, row.note, row.name),
+                ),
             )
 
     def cancel(self, names: Sequence[str]) -> None:

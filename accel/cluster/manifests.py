@@ -1,6 +1,13 @@
-"""The indexed Job and the Service of a training on Kubernetes; the Job is elastic under Kueue.
+"""Manifests of Kubernetes from one description of the pods and one of the job.
 
-The scheduler patches its `parallelism`. Manifests that need no code stand in examples/kubernetes and examples/cluster.
+| form | what it is | size |
+|---|---|---|
+| `job` | an indexed Job and its Service; elastic under Kueue | `parallelism`, which the scheduler patches |
+| `trainjob` | a TrainJob of Kubeflow Trainer | fixed |
+| `raycluster`, `rayjob` | a Ray cluster, with a scheduler or without | Ray's autoscaler |
+
+Under Kueue a Ray cluster that has an autoscaler must be an elastic workload, or it is refused: so these have the
+annotation and the autoscaler together, or neither.
 """
 
 from __future__ import annotations
@@ -8,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accel.cluster.actuators import RESTARTS, SAVE_S
@@ -22,6 +30,8 @@ KIND = "nvidia.com/gpu.product"
 """Label of a node: the kind of its GPUs."""
 _QUEUE = "kueue.x-k8s.io/queue-name"
 _ELASTIC = {"kueue.x-k8s.io/elastic-job": "true"}
+_RAY = "2.60.0"
+"""Of the image, or newer."""
 _LOST_PODS = 20
 _PORT = 29400
 GRACE_S = 2 * SAVE_S
@@ -77,13 +87,7 @@ def elastic_job(row: JobRow, replicas: int, kind: str, template: PodTemplate) ->
     """
     name = object_name(row.name)
     labels = {"accel/job": name, "accel/kind": label(kind)}
-    if template.queue is not None:
-        labels[_QUEUE] = template.queue
-    own = {
-        "name": name,
-        "namespace": template.namespace,
-        "labels": {"app.kubernetes.io/managed-by": "accel", **labels},
-    }
+    own = _metadata(name, template, labels)
     service = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -95,10 +99,7 @@ def elastic_job(row: JobRow, replicas: int, kind: str, template: PodTemplate) ->
         "terminationGracePeriodSeconds": math.ceil(GRACE_S),
         "subdomain": name,
         "containers": [_container(row, name, template)],
-        "volumes": [
-            {"name": "shared", "persistentVolumeClaim": {"claimName": template.claim}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},  # workers of a DataLoader hand over batches in it
-        ],
+        "volumes": _volumes(template),
     }
     if kind != "gpu":
         pod["nodeSelector"] = {KIND: kind}
@@ -121,9 +122,163 @@ def elastic_job(row: JobRow, replicas: int, kind: str, template: PodTemplate) ->
         },
     }
     if template.queue is not None:
-        job["metadata"] = {**own, "annotations": _ELASTIC}
+        job["metadata"] = _metadata(name, template, {**labels, _QUEUE: template.queue}) | {"annotations": _ELASTIC}
         job["spec"]["suspend"] = True  # until Kueue admits it
     return service, job
+
+
+def train_job(row: JobRow, replicas: int, template: PodTemplate) -> dict[str, Any]:
+    """Return the TrainJob of a training, which keeps its size.
+
+    Args:
+        row: of the job table.
+        replicas: nodes of one slot each.
+        template: what the pods of all jobs have in common.
+    """
+    name = object_name(row.name)
+    queued = {} if template.queue is None else {_QUEUE: template.queue}
+    mounts = {"name": "node", "volumeMounts": _mounts(template)}
+    pod = {
+        "terminationGracePeriodSeconds": math.ceil(GRACE_S),
+        "containers": [mounts],
+        "volumes": _volumes(template),
+    }
+    node = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(name, template, {"accel/job": name, **queued}),
+        "spec": {
+            **({} if template.queue is None else {"suspend": True}),
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": "ClusterTrainingRuntime",
+                "name": "torch-distributed",
+            },
+            "trainer": {
+                "image": template.image,
+                # In a shell, since a trainer has no working directory; torchrun reads PET_* for the rest.
+                "command": ["sh", "-c", f"cd {shlex.quote(row.spec.folder)} && {shlex.join(_trainjob_command(row))}"],
+                "env": [
+                    {"name": CHECKPOINT, "value": row.spec.checkpoint},
+                    {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": f"{SAVE_S:.0f}"},
+                ],
+                "numNodes": replicas,
+                "resourcesPerNode": _resources(template),
+            },
+            "runtimePatches": [
+                {
+                    "manager": "accel/cluster",
+                    "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}},
+                }
+            ],
+        },
+    }
+
+
+def _trainjob_command(row: JobRow) -> list[str]:
+    # torchrun becomes process 1, so that it gets the SIGTERM.
+    return ["exec", "python", "-m", "torch.distributed.run", f"--max-restarts={RESTARTS}", *row.spec.arguments]
+
+
+def ray_cluster(name: str, least: int, most: int, template: PodTemplate) -> dict[str, Any]:
+    """Return a Ray cluster whose workers have one slot each, for `accel cluster up --ray`.
+
+    Args:
+        name: of the cluster.
+        least: fewest workers, ≥ 0.
+        most: most of them; above `least` Ray's autoscaler decides how many there are.
+        template: what the pods have in common.
+    """
+    elastic = most > least
+    queued = {} if template.queue is None else {_QUEUE: template.queue}
+    spec: dict[str, Any] = {
+        "rayVersion": _RAY,
+        "headGroupSpec": {
+            "rayStartParams": {"num-cpus": "0"},  # no rank runs beside the head
+            "template": {"spec": _ray_pod("ray-head", template, slots="cpu")},
+        },
+        "workerGroupSpecs": [
+            {
+                "groupName": "workers",
+                "replicas": least,
+                "minReplicas": least,
+                "maxReplicas": most,
+                "rayStartParams": {},
+                "template": {"spec": _ray_pod("ray-worker", template, slots=template.slots)},
+            }
+        ],
+    }
+    if elastic:
+        spec |= {"enableInTreeAutoscaling": True, "autoscalerOptions": {"version": "v2"}}
+    metadata = _metadata(object_name(name), template, queued)
+    if template.queue is not None:
+        spec["suspend"] = True  # until Kueue admits it
+        metadata |= {"annotations": _ELASTIC} if elastic else {}
+    return {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata, "spec": spec}
+
+
+def ray_job(name: str, folder: str, least: int, most: int, template: PodTemplate) -> dict[str, Any]:
+    """Return a RayJob: a Ray cluster that lives for as long as a cluster's table has jobs.
+
+    Args:
+        name: of the RayJob.
+        folder: of the cluster, on the shared volume; jobs are submitted to its table.
+        least: fewest workers.
+        most: most of them.
+        template: what the pods have in common.
+    """
+    cluster = ray_cluster(name, least, most, template)
+    suspend = {"suspend": cluster["spec"].pop("suspend")} if template.queue is not None else {}
+    up = ["python", "-m", "accel", "cluster", "up", "--ray", "auto", "--cluster", folder, "--until-empty"]
+    if template.slots != "cpu":
+        up += ["--resource", "GPU"]
+    spec = {
+        "entrypoint": shlex.join(up),
+        "shutdownAfterJobFinishes": True,
+        **suspend,
+        "rayClusterSpec": cluster["spec"],
+    }
+    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": cluster["metadata"], "spec": spec}
+
+
+def _metadata(name: str, template: PodTemplate, labels: dict[str, str]) -> dict[str, Any]:
+    own = {"app.kubernetes.io/managed-by": "accel", **labels}
+    return {"name": name, "namespace": template.namespace, "labels": own}
+
+
+def _volumes(template: PodTemplate) -> list[dict[str, Any]]:
+    return [
+        {"name": "shared", "persistentVolumeClaim": {"claimName": template.claim}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},  # workers of a DataLoader hand over batches in it
+    ]
+
+
+def _mounts(template: PodTemplate) -> list[dict[str, Any]]:
+    return [{"name": "shared", "mountPath": template.mount}, {"name": "shm", "mountPath": "/dev/shm"}]
+
+
+def _resources(template: PodTemplate) -> dict[str, dict[str, str]]:
+    """Return what one replica takes."""
+    return {
+        "limits": {"memory": template.memory} | ({} if template.slots == "cpu" else {template.slots: "1"}),
+        "requests": {"memory": template.memory, "cpu": "1" if template.slots == "cpu" else template.cpus},
+    }
+
+
+def _ray_pod(container: str, template: PodTemplate, slots: str) -> dict[str, Any]:
+    return {
+        "terminationGracePeriodSeconds": math.ceil(GRACE_S),
+        "containers": [
+            {
+                "name": container,
+                "image": template.image,
+                "resources": _resources(replace(template, slots=slots)),
+                "volumeMounts": _mounts(template),
+            }
+        ],
+        "volumes": _volumes(template),
+    }
 
 
 def _container(row: JobRow, name: str, template: PodTemplate) -> dict[str, Any]:
@@ -154,14 +309,8 @@ def _container(row: JobRow, name: str, template: PodTemplate) -> dict[str, Any]:
             {"name": VARIABLE, "value": "1"},  # or no pod can join later
             {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": f"{SAVE_S:.0f}"},
         ],
-        "resources": {
-            "limits": {"memory": template.memory} | ({} if template.slots == "cpu" else {template.slots: "1"}),
-            "requests": {"memory": template.memory, "cpu": "1" if template.slots == "cpu" else template.cpus},
-        },
-        "volumeMounts": [
-            {"name": "shared", "mountPath": template.mount},
-            {"name": "shm", "mountPath": "/dev/shm"},
-        ],
+        "resources": _resources(template),
+        "volumeMounts": _mounts(template),
     }
 
 

@@ -1,6 +1,6 @@
 """Which job gets how many replicas: the sizes with which the jobs of a cluster end soonest, on the whole.
 
-    maximise  Σ cⱼ · sⱼ(Kⱼ) · life / (life + restart)      over sizes Kⱼ, within the GPUs
+    maximise  Σ cⱼ · sⱼ(Kⱼ) · life / (life + restart)      over sizes Kⱼ, within the GPUs of each kind
 
 s is the speed-up over one replica, by the goodput that a job's own controller has fitted. c says what a second of a
 job's remaining time is worth: with n jobs, the i-th longest is worth
@@ -17,15 +17,11 @@ over a fair share of the GPUs, with p = -1, so  maximise  Σ -1 / sⱼ.
 Jobs that would miss their deadlines count more. Sizes are whole nodes, or parts of one: two jobs that share several
 nodes slow each other down.
 
-The sizes are those of a cluster of one kind of GPU; where there are several, each job goes to one of them, the one that
-it is on if it can, and gets what is left there.
-
 Put replicas on nodes: who keeps its number stays where it is, the others are packed onto as few nodes as can be.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -67,8 +63,9 @@ class PolicyOptions:
 
 
 class _Sizes(NamedTuple):
-    """What a job could get."""
+    """What a job could get of one kind of GPU."""
 
+    kind: str
     replicas: NDArray[np.int64]
     rate: Floats
     """Base steps per second; of a job that has not run, those of one replica are 1."""
@@ -106,55 +103,66 @@ def allocate(
     held = {name: given for name, given in current.items() if there.issuperset(given)}
     running = {job.name: held[job.name] for job in jobs if held.get(job.name)}
     fixed = {job.name for job in jobs if not job.is_preemptible and job.name in running}
-    kind_of = {node.name: node.kind for node in nodes}
-    on = {name: kind_of[given[0]] for name, given in running.items()}
-    room = Counter[str]()
-    for node in nodes:
-        room[node.kind] += node.gpus
-    shares = {name: Share(on[name], len(running[name])) for name in fixed}
+    kinds = _kinds(nodes)
+    room = {kind: sum(node.gpus for node in nodes if node.kind == kind) for kind in kinds}
+    shares = {name: Share(_kind_of(running[name], nodes), len(running[name])) for name in fixed}
     for share in shares.values():
         room[share.kind] -= share.replicas
-    most, per_node = max(room.values(), default=0), max((node.gpus for node in nodes), default=1)
-    movable = [job for job in jobs if job.name not in fixed and job.min_replicas <= most]
-    sizes = [_sizes(job, per_node, most, len(running.get(job.name, ()))) for job in movable]
+    movable = [job for job in jobs if job.name not in fixed]
+    sizes = [_sizes(job, kinds, running.get(job.name, ())) for job in movable]
     # Lengths say nothing unless all are known: those of jobs that have not run yet will be.
-    by_length = all(job.steps_left is not None for job in movable if job.profile is not None)
-    fair = _fair_rates(sizes, room.total())
+    by_length = all(job.steps_left is not None for job in movable if job.profiles)
+    fair = _fair_rates(sizes, sum(room.values()))
     worth = _worth(movable, sizes, fair, now_s, chosen, by_length=by_length)
     gains = [
-        _gains(job, own, count, None if by_length else rate, len(running.get(job.name, ())), chosen)
+        _gains(job, own, count, None if by_length else rate, running.get(job.name, ()), nodes, chosen)
         for job, own, count, rate in zip(movable, sizes, worth, fair, strict=True)
     ]
-    picked = _knapsack([(own.replicas, gain) for own, gain in zip(sizes, gains, strict=True)], room.total())
-    shares |= _on_kinds([pair for pair in zip(movable, picked, strict=True) if pair[1]], on, room)
+    best = _best_sizes(sizes, gains, room)
+    shares |= {job.name: share for job, share in zip(movable, best, strict=True) if share is not None}
     return place(shares, nodes, running, fixed, keeps_links_apart=chosen.keeps_links_apart)
 
 
-def _on_kinds(sizes: list[tuple[JobView, int]], on: Mapping[str, str], room: Counter[str]) -> dict[str, Share]:
-    """Give each job GPUs of one kind: of its own if there is room, else of the kind that has the most left."""
-    shares = {}
-    for job, size in sorted(sizes, key=lambda pair: (pair[0].name not in on, -pair[1], pair[0].name)):
-        own = on.get(job.name, "")
-        kind = own if room[own] >= size else max(room, key=room.__getitem__)
-        replicas = min(size, room[kind])
-        if replicas >= job.min_replicas:
-            shares[job.name] = Share(kind, replicas)
-            room[kind] -= replicas
-    return shares
+def _kinds(nodes: Sequence[ClusterNode]) -> dict[str, ClusterNode]:
+    """Return each kind of GPU with its largest node."""
+    kinds: dict[str, ClusterNode] = {}
+    for node in nodes:
+        if node.kind not in kinds or node.gpus > kinds[node.kind].gpus:
+            kinds[node.kind] = node
+    return kinds
+
+
+def _kind_of(given: tuple[str, ...], nodes: Sequence[ClusterNode]) -> str:
+    return next(node.kind for node in nodes if node.name == given[0])
 
 
 # -- what each size would give ---------------------------------------------------------------------------------------
 
 
-def _sizes(job: JobView, per_node: int, room: int, has: int) -> _Sizes:
-    """Return the sizes of a job: parts of a node, whole nodes, the fewest replicas that it needs, and what it has."""
-    most = min(job.max_replicas, room)
-    parts, whole = range(1, min(per_node, most) + 1), range(2 * per_node, most + 1, per_node)
-    replicas = np.array(sorted({*parts, *whole, job.min_replicas, has}), np.int64)
-    replicas = replicas[(replicas >= job.min_replicas) & (replicas <= most)]
-    if job.profile is None:
-        return _Sizes(replicas, replicas.astype(float))
-    return _Sizes(replicas, _believed(job.profile, per_node, replicas))
+def _sizes(job: JobView, kinds: dict[str, ClusterNode], given: tuple[str, ...]) -> list[_Sizes]:
+    """Return the sizes of a job: parts of a node, whole nodes, and what it has."""
+    by_kind = []
+    for kind, node in kinds.items():
+        parts = range(1, min(node.gpus, job.max_replicas) + 1)
+        whole = range(2 * node.gpus, job.max_replicas + 1, node.gpus)
+        replicas = np.array(sorted({*parts, *whole, *([len(given)] if given else [])}), np.int64)
+        replicas = replicas[(replicas >= job.min_replicas) & (replicas <= job.max_replicas)]
+        if len(replicas):
+            by_kind.append(_Sizes(kind, replicas, _rates(job, kind, kinds, replicas)))
+    return by_kind
+
+
+def _rates(job: JobView, kind: str, kinds: dict[str, ClusterNode], replicas: NDArray[np.int64]) -> Floats:
+    """Return how fast a job would be; on a kind that it has not run on, by what it did on another."""
+    node = kinds[kind]
+    known = job.profiles.get(kind)
+    if known is not None:
+        return _believed(known, node.gpus, replicas)
+    if not job.profiles:
+        return node.speed * replicas.astype(float)
+    other = next((each for each in job.profiles if each in kinds), next(iter(job.profiles)))
+    measured_on = kinds[other].speed if other in kinds else 1.0
+    return _believed(job.profiles[other], node.gpus, replicas) * node.speed / measured_on
 
 
 def _believed(profile: JobProfile, per_node: int, replicas: NDArray[np.int64]) -> Floats:
@@ -177,15 +185,17 @@ def _tabulated(model: object, base_batch: int, limits: object, per_node: int, mo
 # -- what it is worth ------------------------------------------------------------------------------------------------
 
 
-def _fair_rates(sizes: Sequence[_Sizes], room: int) -> list[float]:
-    """Return how fast each job would be on an equal share of the GPUs."""
+def _fair_rates(sizes: Sequence[list[_Sizes]], room: int) -> list[float]:
+    """Return how fast each job would be on an equal share of the GPUs; of many kinds, on its best."""
     share = max(room / max(len(sizes), 1), 1.0)
-    return [float(np.interp(share, each.replicas, each.rate)) or _LEAST for each in sizes]
+    return [
+        max((float(np.interp(share, each.replicas, each.rate)) for each in own), default=0.0) or _LEAST for own in sizes
+    ]
 
 
 def _worth(
     jobs: Sequence[JobView],
-    sizes: Sequence[_Sizes],
+    sizes: Sequence[list[_Sizes]],
     fair: Sequence[float],
     now_s: float,
     options: PolicyOptions,
@@ -202,7 +212,7 @@ def _worth(
     return worth
 
 
-def _by_rank(jobs: Sequence[JobView], sizes: Sequence[_Sizes], options: PolicyOptions) -> Floats:
+def _by_rank(jobs: Sequence[JobView], sizes: Sequence[list[_Sizes]], options: PolicyOptions) -> Floats:
     left = np.array([_seconds_left(job, own) for job, own in zip(jobs, sizes, strict=True)])
     rank = np.empty(len(jobs))
     # Of equal ones the first to be submitted counts as the shortest.
@@ -220,25 +230,62 @@ _MOST_URGENT = 16.0
 """A deadline that can't be met counts no more than this."""
 
 
-def _seconds_left(job: JobView, sizes: _Sizes) -> float:
+def _seconds_left(job: JobView, sizes: list[_Sizes]) -> float:
     """Return a job's remaining time on one replica; of one that has not run yet 0, so that it is soon known."""
-    if job.steps_left is None:
+    if job.steps_left is None or not sizes:
         return 0.0
-    return job.steps_left / max(float(sizes.rate[0] / sizes.replicas[0]), _LEAST)
+    return job.steps_left / max(*(float(each.rate[0] / each.replicas[0]) for each in sizes), _LEAST)
 
 
-def _gains(job: JobView, sizes: _Sizes, worth: float, fair: float | None, has: int, options: PolicyOptions) -> Floats:
+def _gains(
+    job: JobView,
+    sizes: list[_Sizes],
+    worth: float,
+    fair: float | None,
+    given: tuple[str, ...],
+    nodes: Sequence[ClusterNode],
+    options: PolicyOptions,
+) -> list[Floats]:
     """Return what each size adds to the sum: by its speed-up over one replica, or over the `fair` rate."""
-    one = float(sizes.rate[0] / sizes.replicas[0]) or 1.0
-    restart_s = 0.0 if job.profile is None else job.profile.restart_s
-    life = np.full(len(sizes.rate), options.life_s)
-    if job.steps_left is not None:
-        life = np.minimum(life, np.maximum(job.steps_left / np.maximum(sizes.rate, 1e-12), 1.0))
-    speed = sizes.rate / one * np.where(sizes.replicas == has, 1.0, life / (life + restart_s))
-    return np.asarray(worth * (speed if fair is None else 1 / _LEAST - 1 / (speed * one / fair + _LEAST)))
+    if not sizes:
+        return []
+    one = max(float(each.rate[0] / each.replicas[0]) for each in sizes) or 1.0
+    kind = _kind_of(given, nodes) if given else ""
+    restart_s = max((profile.restart_s for profile in job.profiles.values()), default=0.0)
+    gains = []
+    for each in sizes:
+        speed = each.rate / one
+        life = np.full(len(speed), options.life_s)
+        if job.steps_left is not None and job.profiles:
+            life = np.minimum(life, np.maximum(job.steps_left / np.maximum(each.rate, 1e-12), 1.0))
+        stays = (each.replicas == len(given)) & (each.kind == kind)
+        speed = speed * np.where(stays, 1.0, life / (life + restart_s))
+        gains.append(worth * (speed if fair is None else 1 / _LEAST - 1 / (speed * one / fair + _LEAST)))
+    return gains
 
 
 # -- the sizes that are best together --------------------------------------------------------------------------------
+
+
+def _best_sizes(
+    sizes: Sequence[list[_Sizes]], gains: Sequence[list[Floats]], room: dict[str, int]
+) -> list[Share | None]:
+    """Return the size of each job with which the sum is highest."""
+    kind_of = _best_kinds(sizes, gains, room) if len(room) > 1 else [0 if own else None for own in sizes]
+    shares: list[Share | None] = [None] * len(sizes)
+
+    def fill(kind: str, members: list[tuple[int, int]]) -> None:
+        used = sum(share.replicas for share in shares if share is not None and share.kind == kind)
+        picked = _knapsack([(sizes[job][at].replicas, gains[job][at]) for job, at in members], room[kind] - used)
+        for (job, _), replicas in zip(members, picked, strict=True):
+            shares[job] = Share(kind, replicas) if replicas else None
+
+    for kind in room:
+        fill(kind, [(job, at) for job, at in enumerate(kind_of) if at is not None and sizes[job][at].kind == kind])
+    for kind in room if len(room) > 1 else ():  # jobs that are alike choose the same kind: what is left of the others
+        waiting = [job for job, share in enumerate(shares) if share is None]
+        fill(kind, [(job, at) for job in waiting for at, each in enumerate(sizes[job]) if each.kind == kind])
+    return shares
 
 
 def _knapsack(jobs: Sequence[tuple[NDArray[np.int64], Floats]], most: int) -> list[int]:
@@ -262,6 +309,47 @@ def _knapsack(jobs: Sequence[tuple[NDArray[np.int64], Floats]], most: int) -> li
         picked.append(int(pick[left]))
         left -= picked[-1]
     return picked[::-1]
+
+
+_ROUNDS = 60
+
+
+def _best_kinds(sizes: Sequence[list[_Sizes]], gains: Sequence[list[Floats]], room: dict[str, int]) -> list[int | None]:
+    """Return the kind of GPU of each job, as an index of its sizes: by prices at which the kinds are just used up.
+
+    The prices are the multipliers of the kinds' capacities (Lagrangian relaxation, by subgradients): a job takes what
+    is worth most to it beyond the price. Who takes nothing is put where it would lose least, and may get what is left.
+    """
+    able = [job for job, own in enumerate(sizes) if own]
+    kinds: list[int | None] = [None] * len(sizes)
+    if not able:
+        return kinds
+    # All sizes of all jobs in a row, those of a job side by side.
+    flat = [(job, at) for job in able for at in range(len(sizes[job]))]
+    names = {kind: number for number, kind in enumerate(room)}
+    counts = [len(sizes[job][at].replicas) for job, at in flat]
+    kind = np.repeat([names[sizes[job][at].kind] for job, at in flat], counts)
+    index = np.repeat([at for _, at in flat], counts)
+    replicas = np.concatenate([sizes[job][at].replicas for job, at in flat])
+    gain = np.concatenate([gains[job][at] for job, at in flat])
+    owner = np.repeat([job for job, _ in flat], counts)
+    starts = np.flatnonzero(np.diff(owner, prepend=-1))
+    lengths = np.diff([*starts, len(owner)])
+    capacity = np.maximum(np.array(list(room.values()), float), 1.0)
+    prices = np.zeros(len(room))
+    taken = starts
+    for number in range(_ROUNDS):
+        net = gain - prices[kind] * replicas
+        highest = np.maximum.reduceat(net, starts)
+        candidates = np.flatnonzero(net == np.repeat(highest, lengths))
+        taken = candidates[np.unique(owner[candidates], return_index=True)[1]]
+        bought = taken[highest > 0]
+        used = np.bincount(kind[bought], weights=replicas[bought], minlength=len(room))
+        step = float(gain.max()) / capacity / (1 + number)
+        prices = np.maximum(prices + step * (used - capacity) / capacity, 0.0)
+    for at in taken:
+        kinds[int(owner[at])] = int(index[at])
+    return kinds
 
 
 # -- where replicas go -------------------------------------------------------------------------------------------------

@@ -162,11 +162,12 @@ class Scheduler:
         return JobView(
             name=row.name,
             submitted_s=row.submitted_s,
-            profile=profile,
+            profiles={} if profile is None else {"gpu": profile},
             min_replicas=spec.min_replicas,
             max_replicas=max(spec.min_replicas, min(spec.max_replicas, EXPLORED * shown or 1)),
             is_preemptible=spec.is_preemptible and row.name not in self._changing and not row.is_cancelled,
             service_s=row.service_s,
+            restarts=row.changes,
             weight=spec.weight,
             deadline_s=None if spec.deadline_s is None else row.submitted_s + spec.deadline_s,
         )

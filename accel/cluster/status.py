@@ -3,37 +3,63 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from accel.cluster.job_table import JobRow, JobTable
 from accel.errors import InvalidArgument
+from accel.files import write_atomic
 from accel.report.quiet_rich import Console, Table
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A line of the table, as text."""
+
+    job: str
+    state: str
+    replicas: str
+    done: str
+    speedup: str
+    """Over one replica, and what one more would give."""
+    ran_h: str
+    """GPU-hours."""
+    resizes: str
+    lost: str
+    """Percentages of its life in which it did not train, by cause."""
+    note: str
+
 
 STATES = ("waiting", "running", "done", "failed", "cancelled")
 HEADS = ("job", "state", "replicas", "done", "speed-up", "ran h", "resizes", "time lost", "note")
-"""Of the table: speed-up over one replica, GPU-hours, percentages of its life in which a job did not train."""
 CAUSES = ("training", "start", "compile", "input", "checkpoint", "restart", "waiting")
 """Of a job's time, in the order in which they are shown."""
 
 
-def cells(row: JobRow) -> list[str]:
-    """Return the line of one job, in the order of `HEADS`."""
-    progress, shares = row.progress(), shares_of(row)
-    causes = sorted(shares.keys() - {"training"}, key=lambda cause: (-shares[cause], cause))
-    return [
+def job_status(row: JobRow) -> JobStatus:
+    """Return the line of one job."""
+    progress, spec = row.progress(), row.spec
+    return JobStatus(
         row.name,
         row.state,
-        f"{len(row.nodes)}/{row.spec.max_replicas}",
+        f"{len(row.nodes)}/{spec.max_replicas}",
         "" if progress is None else f"{progress:.0%}",
         _speedup(row),
         f"{row.service_s / 3600:.2f}",
         str(row.changes),
-        ", ".join(f"{cause} {shares[cause]:.0f}%" for cause in causes if shares[cause] >= 0.5),
+        _lost(row),
         row.note or (f"exit status {row.exit_status}" if row.exit_status else ""),
-    ]
+    )
+
+
+def _lost(row: JobRow) -> str:
+    shares = shares_of(row)
+    causes = sorted(shares.keys() - {"training"}, key=lambda cause: (-shares[cause], cause))
+    return ", ".join(f"{cause} {shares[cause]:.0f}%" for cause in causes if shares[cause] >= 0.5)
 
 
 def _speedup(row: JobRow) -> str:
@@ -52,8 +78,13 @@ def show(rows: Sequence[JobRow]) -> None:
         is_text = head in ("time lost", "note")
         drawn.add_column(head, justify="left" if is_text or head in ("job", "state") else "right", no_wrap=not is_text)
     for row in rows:
-        drawn.add_row(*cells(row))
+        drawn.add_row(*cells(job_status(row)))
     Console().print(drawn)
+
+
+def cells(status: JobStatus) -> list[str]:
+    """Return a line's texts in the order of `HEADS`."""
+    return [getattr(status, field.name) for field in fields(status)]
 
 
 def to_json(rows: Sequence[JobRow]) -> str:
@@ -76,8 +107,20 @@ def to_html(rows: Sequence[JobRow], when: str) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    lines = [(cells(row), row.state, shares_of(row)) for row in rows]
+    lines = [(cells(job_status(row)), row.state, shares_of(row)) for row in rows]
     return environment.get_template("status.html.j2").render(heads=HEADS, lines=lines, when=when, causes=CAUSES)
+
+
+def write_page(rows: Sequence[JobRow], path: Path) -> None:
+    """Write the page of now into a file.
+
+    Raises:
+        InvalidArgument: if the file can't be written.
+    """
+    try:
+        write_atomic(path, to_html(rows, time.strftime("%Y-%m-%d %H:%M:%S")))
+    except OSError as error:
+        raise InvalidArgument(f"--html must be a file that can be written. Found: {path}: {error}") from None
 
 
 def shares_of(row: JobRow) -> dict[str, float]:

@@ -13,18 +13,23 @@ import click
 
 from accel.cluster.actuators import Actuator
 from accel.cluster.job_table import JobRow, JobSpec, JobTable, claimed, scheduler_of
-from accel.cluster.manifests import GPU, PodTemplate, elastic_job
+from accel.cluster.manifests import GPU, PodTemplate, elastic_job, ray_cluster, ray_job, train_job
 from accel.cluster.policy import PolicyOptions, allocate
 from accel.cluster.scheduler import INTERVAL_S, Scheduler
-from accel.cluster.status import serve, show, to_html, to_json
+from accel.cluster.status import serve, show, to_json, write_page
 from accel.commands.jobs import FOLDER, opened_table
+from accel.commands.simulate import simulate
 from accel.errors import InvalidArgument
-from accel.files import write_atomic
+
+_OF_A_SCRIPT = ("job", "trainjob")
 
 
 @click.group()
 def cluster() -> None:
-    """Run many elastic jobs on one cluster."""
+    """Run many elastic jobs on one cluster, or simulate it."""
+
+
+cluster.add_command(simulate)
 
 
 @cluster.command()
@@ -109,10 +114,7 @@ def status(folder: Path, as_json: bool, html: Path | None) -> None:
     """Show the jobs of a cluster: state, replicas, speed, and where their time went."""
     rows = opened_table(folder).jobs()
     if html is not None:
-        try:
-            write_atomic(html, to_html(rows, time.strftime("%Y-%m-%d %H:%M:%S")))
-        except OSError as error:
-            raise InvalidArgument(f"--html must be a file that can be written. Found: {html}: {error}") from None
+        write_page(rows, html)
     if as_json:
         click.echo(to_json(rows))
     elif html is None:
@@ -125,27 +127,50 @@ def status(folder: Path, as_json: bool, html: Path | None) -> None:
 @click.option("--mount", required=True, help="Path of that volume in the pods.")
 @click.option("--namespace", default="default", show_default=True, help="Of all objects.")
 @click.option("--queue", help="Kueue's LocalQueue.")
-@click.option("--resource", "slots", default=GPU, show_default=True, help="Resource that each replica takes one of.")
+@click.option("--resource", default=GPU, show_default=True, help="Resource that each replica takes one of.")
 @click.option("--name", default="training", show_default=True, help="Of the object.")
-@click.option("--min", "least", default=1, show_default=True, type=click.IntRange(1), help="Fewest replicas.")
+@click.option("--min", "least", default=1, show_default=True, type=click.IntRange(0), help="Fewest replicas.")
 @click.option("--max", "most", default=1, show_default=True, type=click.IntRange(1), help="Most replicas.")
-@click.argument("form", type=click.Choice(["job"]))
-@click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED)
-def manifest(name: str, least: int, most: int, form: str, arguments: tuple[str, ...], **options: str | None) -> None:
-    """Print the Kubernetes objects of a training that runs alone, as JSON: an indexed Job and its Service.
+@click.argument("form", type=click.Choice([*_OF_A_SCRIPT, "raycluster", "rayjob"]))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def manifest(
+    image: str,
+    claim: str,
+    mount: str,
+    namespace: str,
+    queue: str | None,
+    resource: str,
+    name: str,
+    least: int,
+    most: int,
+    form: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Print Kubernetes objects as JSON: of a training that runs alone, or of a Ray cluster for many.
 
     \b
         accel cluster manifest --image … --claim … --mount /shared --max 4 job train.py --epochs 30 | kubectl apply -f -
+        accel cluster manifest --image … --claim … --mount /shared --max 8 rayjob | kubectl apply -f -
 
-    ARGUMENTS are the script and what it gets, from the volume's folder on. Under Kueue (--queue) the Job is elastic.
+    job: an indexed Job, elastic under Kueue (--queue). trainjob: Kubeflow's, of --max nodes. ARGUMENTS are their script
+    and what it gets, from the volume's folder on. raycluster: for `accel cluster up --ray`; rayjob: with that in it, on
+    the table in MOUNT/.accel-cluster.
     """
-    template = PodTemplate(**options)  # type: ignore[arg-type]  # which of them must be given, click has checked
-    spec = JobSpec(
-        arguments=arguments,
-        folder=template.mount,
-        checkpoint=str(PurePosixPath(template.mount) / "checkpoints" / name),
-        min_replicas=least,
-        max_replicas=most,
-    )
-    items = elastic_job(JobRow(name, spec, 0.0), most, "gpu", template)
+    template = PodTemplate(image=image, claim=claim, mount=mount, namespace=namespace, queue=queue, slots=resource)
+    if (form in _OF_A_SCRIPT) != bool(arguments):
+        raise InvalidArgument(f"a script must be named for job and trainjob alone. Found: {form} {arguments}")
+    if least > most:
+        raise InvalidArgument(f"--min must be at most --max. Found: {least} and {most}")
+    folder = PurePosixPath(mount)
+    if form in _OF_A_SCRIPT:
+        checkpoint = str(folder / "checkpoints" / name)
+        spec = JobSpec(
+            arguments=arguments, folder=mount, checkpoint=checkpoint, min_replicas=max(least, 1), max_replicas=most
+        )
+        row = JobRow(name, spec, 0.0)
+        items = elastic_job(row, most, "gpu", template) if form == "job" else [train_job(row, most, template)]
+    elif form == "raycluster":
+        items = [ray_cluster(name, least, most, template)]
+    else:
+        items = [ray_job(name, str(folder / ".accel-cluster"), least, most, template)]
     click.echo(json.dumps({"apiVersion": "v1", "kind": "List", "items": list(items)}, indent=1))

@@ -10,7 +10,7 @@ from benchmarks import cluster_resizing
 
 def test_the_job_gets_all_nodes_there_are() -> None:
     nodes = [ClusterNode("one", 1), ClusterNode("two", 1)]
-    given = cluster_resizing.everything([JobView(name="job", submitted_s=0.0, profile=None)], nodes, {}, 0.0)
+    given = cluster_resizing.everything([JobView(name="job", submitted_s=0.0, profiles={})], nodes, {}, 0.0)
     assert given == {"job": ("one", "two")}
 
 

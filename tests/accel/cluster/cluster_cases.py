@@ -37,8 +37,8 @@ def profile(
 
 
 def job(name: str, steps_left: float | None = 10_000.0, **options: Any) -> JobView:
-    """Return a job that has run."""
-    options.setdefault("profile", profile(left=steps_left))
+    """Return a job that has run on "node" GPUs."""
+    options.setdefault("profiles", {"gpu": profile(left=steps_left)})
     options.setdefault("submitted_s", 0.0)
     return JobView(name=name, **options)
 

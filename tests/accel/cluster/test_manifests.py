@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner
+from torch.distributed.run import config_from_args, get_args_parser
 
-from accel.cluster.manifests import KIND
+from accel.cluster.manifests import KIND, PodTemplate, ray_cluster
 from accel.commands.cli import main
 from accel.commands.cluster import up
 
 models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api")
-ROOT = Path(__file__).parents[3]
 KUBERAY = json.loads((Path(__file__).parent / "kuberay_schema.json").read_text())
 """Of KubeRay 1.7.0, without the types of Kubernetes itself."""
 PLACE = ("--image", "registry.example.com/train:1", "--claim", "shared", "--mount", "/shared")
@@ -58,17 +57,58 @@ def problems(part: Any, schema: dict[str, Any], at: str = "spec") -> list[str]:
     return found
 
 
-def test_the_ray_job_holds_to_kuberay_s_schema() -> None:
-    spec = yaml.safe_load((ROOT / "examples" / "cluster" / "rayjob.yaml").read_text(encoding="utf-8"))["spec"]
-    assert problems(spec, KUBERAY["RayJob"]) == []
-    words = shlex.split(spec["entrypoint"])
+@pytest.mark.parametrize("queue", [(), ("--queue", "research")])
+@pytest.mark.parametrize("resource", [(), ("--resource", "cpu")])
+@pytest.mark.parametrize(("least", "most"), [("2", "2"), ("0", "4")])
+def test_ray_objects_hold_to_kuberay_s_schema(
+    queue: tuple[str, ...], resource: tuple[str, ...], least: str, most: str
+) -> None:
+    options = ("--min", least, "--max", most, *queue, *resource)
+    (cluster,), (job,) = printed(*options, "raycluster"), printed(*options, "rayjob")
+    for each in (cluster, job):
+        assert each["apiVersion"] == "ray.io/v1"
+        assert problems(each["spec"], KUBERAY[each["kind"]]) == []
+        labels, annotations = each["metadata"]["labels"], each["metadata"].get("annotations", {})
+        spec = each["spec"].get("rayClusterSpec", each["spec"])
+        scales = spec.get("enableInTreeAutoscaling", False)
+        assert scales is (most != least)
+        assert labels.get("kueue.x-k8s.io/queue-name") == ("research" if queue else None)
+        # Kueue refuses the autoscaler without the annotation, and a fixed cluster needs neither.
+        assert ("kueue.x-k8s.io/elastic-job" in annotations) is (scales and bool(queue))
+        assert each["spec"].get("suspend") == (True if queue else None)
+        assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert "suspend" not in job["spec"]["rayClusterSpec"]
+    words = shlex.split(job["spec"]["entrypoint"])
     parsed = up.make_context("up", words[words.index("up") + 1 :])
     assert (parsed.params["address"], str(parsed.params["folder"])) == ("auto", "/shared/.accel-cluster")
-    cluster = spec["rayClusterSpec"]
-    assert problems({**cluster, "enableInTreeAutoscalin": True}, KUBERAY["RayCluster"]) == [
+
+
+def test_the_schema_refuses_what_it_does_not_know() -> None:
+    spec = ray_cluster("a", 1, 4, PodTemplate(image="i", claim="c", mount="/m"))["spec"]
+    assert problems({**spec, "enableInTreeAutoscalin": True}, KUBERAY["RayCluster"]) == [
         "spec has enableInTreeAutoscalin"
     ]
-    assert problems({**cluster, "rayVersion": 2.6}, KUBERAY["RayCluster"]) == ["spec.rayVersion is no string"]
+    assert problems({**spec, "rayVersion": 2.6}, KUBERAY["RayCluster"]) == ["spec.rayVersion is no string"]
+    assert problems({**spec, "autoscalerOptions": {"version": "v3"}}, KUBERAY["RayCluster"]) == [
+        "spec.autoscalerOptions.version is v3"
+    ]
+    pod = spec["headGroupSpec"]["template"]["spec"]
+    pod["containers"][0]["images"] = pod["containers"][0].pop("image")
+    assert problems(spec, KUBERAY["RayCluster"]) == ["spec.headGroupSpec.template is no pod template"]
+
+
+@pytest.mark.parametrize("queue", [(), ("--queue", "research")])
+def test_a_trainjob_holds_to_its_schema(queue: tuple[str, ...]) -> None:
+    (job,) = printed(*queue, "--max", "3", "--name", "Net_1", "trainjob", "train it.py", "--epochs", "3")
+    assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
+    assert job["spec"]["trainer"]["numNodes"] == 3
+    assert job["spec"].get("suspend") == (True if queue else None)
+    shell, flag, line = job["spec"]["trainer"]["command"]
+    assert (shell, flag, line[:18]) == ("sh", "-c", "cd /shared && exec")
+    words = shlex.split(line)
+    asked = get_args_parser().parse_args(words[words.index("torch.distributed.run") + 1 :])
+    assert (asked.training_script, asked.training_script_args) == ("train it.py", ["--epochs", "3"])
+    assert config_from_args(asked)[0].max_restarts == 3
 
 
 def test_the_job_is_that_of_the_scheduler() -> None:
@@ -85,9 +125,9 @@ def test_the_job_is_that_of_the_scheduler() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("job",), "Missing argument 'ARGUMENTS"),
-        (("rayjob", "train.py"), "'rayjob' is not 'job'"),
-        (("--min", "3", "--max", "2", "job", "train.py"), "replicas must have 1 ≤ min ≤ max. Found: 3 and 2"),
+        (("job",), "a script must be named for job and trainjob alone"),
+        (("rayjob", "train.py"), "a script must be named for job and trainjob alone"),
+        (("--min", "3", "--max", "2", "rayjob"), "--min must be at most --max. Found: 3 and 2"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: tuple[str, ...], message: str) -> None:

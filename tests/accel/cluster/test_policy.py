@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -17,7 +19,7 @@ from accel.cluster.policy import PolicyOptions, _knapsack, allocate
 from accel.errors import InvalidArgument
 from tests.accel.cluster.cluster_cases import hosts, job, profile
 
-CLUSTERS = [hosts(1), hosts(3), hosts(2, 8), hosts(2) + hosts(2, 8, kind="big", is_spot=True)]
+CLUSTERS = [hosts(1), hosts(3), hosts(2, 8), hosts(2) + hosts(2, 8, kind="big", speed=3.0, is_spot=True)]
 
 
 @st.composite
@@ -32,7 +34,7 @@ def jobs_at_work(draw: Any) -> tuple[list[JobView], list[ClusterNode], dict[str,
         jobs.append(
             job(
                 f"job-{number}",
-                profile=seen if known else None,
+                profiles={draw(st.sampled_from(["gpu", "big"])): seen} if known else {},
                 min_replicas=least,
                 max_replicas=least + draw(st.integers(0, 9)),
                 is_preemptible=draw(st.booleans()),
@@ -113,7 +115,7 @@ def test_a_small_gain_is_not_worth_a_restart() -> None:
 @pytest.mark.parametrize(("restart_s", "replicas"), [(300.0, 3), (0.1, 4)])
 def test_what_a_resize_has_cost_decides_whether_it_is_made(restart_s: float, replicas: int) -> None:
     costly = dataclasses.replace(profile(left=10_000.0), restart_s=restart_s)
-    jobs = [job("a", profile=costly)]
+    jobs = [job("a", profiles={"gpu": costly})]
     assert len(allocate(jobs, hosts(1), {"a": ("node-00",) * 3}, 0.0)["a"]) == replicas
 
 
@@ -125,14 +127,27 @@ def test_a_job_that_would_miss_its_deadline_comes_first() -> None:
 
 
 def test_a_new_job_gets_one_replica_and_then_at_most_twice_what_it_has_shown() -> None:
-    new = job("new", None, profile=None, max_replicas=1)
+    new = job("new", None, profiles={}, max_replicas=1)
     assert len(allocate([new], hosts(4), {}, 0.0)["new"]) == 1
-    seen = job("new", None, profile=profile(most=2))
+    seen = job("new", None, profiles={"gpu": profile(most=2)})
     assert len(allocate([seen], hosts(4), {}, 0.0)["new"]) == 4
 
 
+def test_another_kind_of_gpu_is_reckoned_with_by_its_speed() -> None:
+    nodes = [*hosts(1), *hosts(1, 4, kind="big", speed=3.0)]
+    found = allocate([job("a", max_replicas=4)], nodes, {}, 0.0)
+    assert set(found["a"]) == {"big-00"}
+
+
+def test_what_a_job_has_measured_counts_on_a_kind_that_it_was_not_measured_on() -> None:
+    """The scheduler does not know on which kind that was, and names it "gpu"."""
+    slow_links = job("a", profiles={"gpu": profile(sync_s=3.0, left=10_000.0)}, max_replicas=2)
+    for kind in ("gpu", "A100"):
+        assert len(allocate([slow_links], hosts(1, kind=kind), {}, 0.0)["a"]) == 1
+
+
 def test_jobs_that_are_alike_share_the_kinds_of_gpu() -> None:
-    nodes = [*hosts(1, kind="A100"), *hosts(1, kind="V100")]
+    nodes = [*hosts(1, kind="A100"), *hosts(1, kind="V100", speed=0.9)]
     found = allocate([job("a"), job("b")], nodes, {}, 0.0)
     assert sorted(found.values()) == [("A100-00",) * 4, ("V100-00",) * 4]
 
@@ -147,6 +162,14 @@ def test_nodes_that_are_gone_are_not_used() -> None:
     assert set(found["a"]) == {"node-00"}
 
 
+def test_a_policy_does_not_look_at_the_tables() -> None:
+    """It could not even import them."""
+    code = "import sys, accel.cluster.policy; print([name for name in sys.modules if 'cluster' in name])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "profiles" not in done.stdout
+    assert "simulator" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -155,6 +178,7 @@ def test_nodes_that_are_gone_are_not_used() -> None:
         (lambda: job("a", min_replicas=3, max_replicas=2), "1 ≤ min_replicas ≤ max_replicas"),
         (lambda: job("a", weight=0.0), "weight must be positive"),
         (lambda: ClusterNode("a", 0), "at least 1 GPU"),
+        (lambda: ClusterNode("a", 1, speed=-1.0), "speed must be positive"),
         (lambda: PolicyOptions(exponent=1.0), r"exponent must be in \(0, 1\)"),
         (lambda: PolicyOptions(life_s=0.0), "life_s must be positive"),
     ],

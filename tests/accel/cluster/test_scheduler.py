@@ -28,7 +28,7 @@ from accel.cluster.jobs import ClusterNode
 from accel.cluster.local_actuator import LocalActuator, processes_of
 from accel.cluster.policy import PolicyOptions, allocate
 from accel.cluster.scheduler import Scheduler
-from accel.cluster.status import HEADS, JobCollector, cells, to_html, to_json
+from accel.cluster.status import JobCollector, job_status, to_html, to_json
 from accel.commands.cli import main
 from accel.elastic import local_job
 from accel.elastic.batch_size.report import PROFILE
@@ -358,7 +358,7 @@ def test_where_a_job_s_time_went(tmp_path: Path) -> None:
         **{"training": 60.5, "start": 10.0, "restart": 20.0, "compile": 4.0},
         **{"input": 20.0, "checkpoint": 0.5, "waiting": 85.0},
     }
-    assert cells(row)[HEADS.index("time lost")] == "waiting 42%, input 10%, restart 10%, start 5%, compile 2%"
+    assert job_status(row).lost == "waiting 42%, input 10%, restart 10%, start 5%, compile 2%"
     assert '<span class="input" style="width: 10.0%"></span>' in to_html([row], "now")
     assert json.loads(to_json([row]))[0]["booked_s"]["waiting"] == 85.0
 
@@ -568,9 +568,9 @@ def test_what_is_shown_of_jobs(tmp_path: Path) -> None:
         cluster.table.submit(name, spec(tmp_path, name, max_replicas=2), cluster.now)
     profile(most=4, progress=25.0, left=75.0).save(tmp_path / "a" / PROFILE)
     rows = cluster.passes()
-    line = dict(zip(HEADS, cells(rows["a"]), strict=True))
-    assert (line["replicas"], line["done"]) == ("2/2", "25%")
-    assert 1.0 < float(line["speed-up"].removesuffix("x")) <= 2.0
+    line = job_status(rows["a"])
+    assert (line.replicas, line.done) == ("2/2", "25%")
+    assert 1.0 < float(line.speedup.removesuffix("x")) <= 2.0
     page = to_html(list(rows.values()), "now")
     assert "&lt;b&gt;" in page
     assert "25%" in page

@@ -3,12 +3,13 @@
 The rules are those of the simulator of Qiao et al., OSDI 2021
 (https://www.usenix.org/conference/osdi21/presentation/qiao), so that its published figures come out: all jobs run for
 an interval of 60 s, then the policy gives replicas; a job that gets others stands still for 30 s. What a job really
-does is read from its measured profile (`profiles.py`). The policy sees what the job's own controller has
+does is read from its measured profile (`accel.cluster.profiles`). The policy sees what the job's own controller has
 fitted to the steps so far (`JobView`), and nothing else.
 """
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel.cluster.jobs import ClusterNode, JobView, Policy
+from accel.cluster.profiles import Application, Noise, StepTime
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.fit import fit_throughput
@@ -24,7 +26,6 @@ from accel.goodput.goodput import BatchLimits, SpeedTable
 from accel.goodput.job import EXPLORED, JobProfile
 from accel.goodput.observations import Configuration, Observations
 from accel.goodput.throughput import ThroughputModel
-from benchmarks.simulated_cluster.profiles import Application, Noise, StepTime, read_rows
 
 INTERVAL_S = 60
 RESTART_S = 30.0
@@ -56,10 +57,48 @@ def read_workload(path: Path) -> list[Submission]:
     Raises:
         InvalidArgument: if it can't be read, lacks a column, or names a job twice.
     """
-    jobs = read_rows(path, Submission)
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        jobs = [
+            Submission(
+                row["name"], int(row["time"]), row["application"], int(row["num_replicas"]), int(row["batch_size"])
+            )
+            for row in rows
+        ]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"{path} must be a table with the columns {', '.join(Submission._fields)}. Found: {error!r}"
+        ) from None
     if not jobs or len({job.name for job in jobs}) < len(jobs):
         raise InvalidArgument(f"{path} must name at least one job, and none twice. Found: {len(jobs)} lines")
     return jobs
+
+
+class Outage(NamedTuple):
+    """A node that is not there for some time: it failed, or a spot node was reclaimed."""
+
+    node: str
+    since_s: float
+    until_s: float
+
+
+def read_outages(path: Path) -> list[Outage]:
+    """Read outages: a CSV file with the columns node, since_s and until_s.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        InvalidArgument: if it can't be read or lacks a column.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return [Outage(row["node"], float(row["since_s"]), float(row["until_s"])) for row in csv.DictReader(file)]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"{path} must be a table with the columns {', '.join(Outage._fields)}. Found: {error!r}"
+        ) from None
 
 
 class JobRules(NamedTuple):
@@ -73,6 +112,8 @@ class JobRules(NamedTuple):
     """Whether jobs declare how many epochs they train."""
     restart_s: float = RESTART_S
     """How long a change of its replicas stops a job, s."""
+    checkpoint_s: float = 300.0
+    """Between two checkpoints, s: a job that loses a node goes back to the last one."""
 
 
 @dataclass
@@ -102,7 +143,13 @@ class SimulatedJob:
     restarts: int = -1
     """Changes of the replicas after the first."""
     waited_s: float = 0.0
+    stood_s: float = 0.0
+    """Seconds with replicas that stood still for a restart."""
+    lost_s: float = 0.0
+    """Seconds of training that were done again after a node was lost."""
     _standing_s: float = 0.0
+    _saved: tuple[float, float, int] = (0.0, 0.0, 0)
+    """When the last checkpoint was written, with its progress and epoch."""
     _observed: Observations = field(default_factory=Observations)
     _measured: set[tuple[int, int, int]] = field(default_factory=set)
     _model: ThroughputModel | None = None
@@ -122,12 +169,14 @@ class SimulatedJob:
             most = min(max(EXPLORED * self._most_replicas, 1), MOST_REPLICAS, most)
         else:
             most = submission.batch_size // application.local_bounds[0]
+        profile = self._profile()
         return JobView(
             name=submission.name,
             submitted_s=submission.time,
-            profile=self._profile(),
+            profiles={} if profile is None else {"gpu": profile},
             max_replicas=most,
             service_s=self.service_s,
+            restarts=max(self.restarts, 0),
         )
 
     def _length(self) -> float:
@@ -167,6 +216,7 @@ class SimulatedJob:
             return
         standing = min(self._standing_s, seconds)
         self._standing_s -= standing
+        self.stood_s += standing
         self._pass(standing)
         left = seconds - standing
         while left > 0 and self.finished_s is None:
@@ -186,6 +236,16 @@ class SimulatedJob:
                     self.finished_s = self.now_s
             self._choose_batch()
         self.now_s += left
+        if self.now_s - self._saved[0] >= self.rules.checkpoint_s:
+            self._save()
+
+    def _save(self) -> None:
+        self._saved = self.now_s, self.progress, self.epoch
+
+    def lose_node(self) -> None:
+        """Go back to the last checkpoint."""
+        saved_s, self.progress, self.epoch = self._saved
+        self.lost_s += self.now_s - saved_s
 
     def _pass(self, seconds: float) -> None:
         self.now_s += seconds
@@ -243,7 +303,8 @@ class SimulatedJob:
         self.local_batch = min(self.local_batch, application.max_batch // (replicas * (self.accumulation + 1)))
 
     def reallocate(self, placement: tuple[int, ...]) -> None:
-        """Take other replicas, or none."""
+        """Take other replicas, or none; a checkpoint is written before."""
+        self._save()
         self.placement = placement
         if placement:
             self._choose_batch()
@@ -270,6 +331,7 @@ class Simulation:
         applications: measured profiles, by name.
         rules: what kind of jobs the policy is for.
         interval_s: time between two decisions.
+        outages: when nodes are not there; they come and go at the next decision.
 
     Attributes:
         jobs: in the order of the workload.
@@ -284,10 +346,12 @@ class Simulation:
         applications: Mapping[str, Application],
         rules: JobRules | None = None,
         interval_s: int = INTERVAL_S,
+        outages: Iterable[Outage] = (),
     ) -> None:
         submissions = list(workload)
         if unknown := {each.application for each in submissions} - applications.keys():
             raise InvalidArgument(f"applications must be among {sorted(applications)}. Found: {sorted(unknown)}")
+        self._outages = list(outages)
         self.nodes, self.policy, self.interval_s = nodes, policy, interval_s
         self.jobs = [SimulatedJob(each, applications[each.application], rules or JobRules()) for each in submissions]
         self.periods: list[Period] = []
@@ -307,8 +371,14 @@ class Simulation:
         self.now_s += self.interval_s
         active = [job for job in self.jobs if job.submission.time <= self.now_s and job.finished_s is None]
         names = {job.submission.name for job in active}
-        current = {name: given for name, given in self._given.items() if name in names}
-        given = self.policy([job.view() for job in active], self.nodes, current, self.now_s) if active else {}
+        out = {each.node for each in self._outages if each.since_s <= self.now_s < each.until_s}
+        there = [node for node in self.nodes if node.name not in out]
+        for job in active:
+            if not out.isdisjoint(self._given.get(job.submission.name, ())):
+                job.lose_node()
+        current = {name: given for name, given in self._given.items() if name in names and out.isdisjoint(given)}
+        asked = [job.view() for job in active]
+        given = self.policy(asked, there, current, self.now_s) if active and there else {}
         for job in self.jobs:
             self._change(job, given.get(job.submission.name, ()))
 

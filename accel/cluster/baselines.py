@@ -1,9 +1,11 @@
-"""Policies that others have published, as functions like `accel.cluster.policy.allocate`: they check the simulator.
+"""The policies that others have published, as functions like `accel.cluster.policy.allocate`.
 
 | policy | sizes | order |
 |---|---|---|
+| first come, first served | what was asked for | by submission; later ones wait for a larger one |
 | Tiresias (Gu et al., NSDI 2019) | what was asked for | two queues, by GPU-seconds had; none waits for a larger one |
 | Optimus (Peng et al., EuroSys 2018) | one more to whom it saves the most time | all at once |
+| equal shares | the GPUs divided by the jobs | by submission |
 
 Optimus is given an oracle, as Pollux's authors gave it one: the real step times and the real number of steps.
 """
@@ -15,10 +17,40 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from accel.cluster.jobs import Allocation, ClusterNode, JobView
-from benchmarks.simulated_cluster.simulator import SimulatedJob
+from accel.cluster.simulator import SimulatedJob
 
 QUEUE_S = 16 * 3600
 """GPU-seconds after which Tiresias puts a job into its second queue."""
+
+
+def first_come(
+    jobs: Sequence[JobView], nodes: Sequence[ClusterNode], current: Allocation, now_s: float
+) -> dict[str, tuple[str, ...]]:
+    """Give each job what it asked for, in the order of submission; jobs that run are not stopped."""
+    free = sum(node.gpus for node in nodes) - sum(map(len, current.values()))
+    sizes = {name: len(given) for name, given in current.items()}
+    for job in sorted(jobs, key=lambda each: each.submitted_s):
+        if job.name in sizes:
+            continue
+        if job.max_replicas > free:
+            break
+        sizes[job.name] = job.max_replicas
+        free -= job.max_replicas
+    return _on_freest(sizes, nodes, current, sizes)
+
+
+def equal_shares(
+    jobs: Sequence[JobView], nodes: Sequence[ClusterNode], current: Allocation, now_s: float
+) -> dict[str, tuple[str, ...]]:
+    """Divide the GPUs evenly, in the order of submission; what a job can't use goes to the others."""
+    free = sum(node.gpus for node in nodes)
+    sizes: dict[str, int] = {}
+    by_limit = sorted(jobs, key=lambda each: (each.max_replicas, each.submitted_s))
+    for number, job in enumerate(by_limit):
+        sizes[job.name] = min(job.max_replicas, -(-free // (len(jobs) - number)), free)
+        free -= sizes[job.name]
+    order = [job.name for job in sorted(jobs, key=lambda each: each.submitted_s) if sizes[job.name]]
+    return _on_freest(sizes, nodes, current, order)
 
 
 class Tiresias:
@@ -109,7 +141,7 @@ def _on_freest(
     sizes: Mapping[str, int],
     nodes: Sequence[ClusterNode],
     current: Allocation,
-    order: Sequence[str],
+    order: Sequence[str] | Mapping[str, int],
 ) -> dict[str, tuple[str, ...]]:
     """Keep jobs whose size is unchanged; put the others, in an order, on the nodes with the most free GPUs."""
     kept = {name: current[name] for name in order if name in current and len(current[name]) == sizes[name]}

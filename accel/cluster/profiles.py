@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from accel.errors import InvalidArgument
 
-Row = TypeVar("Row", bound="tuple[Any, ...]")
+Floats = NDArray[np.float64]
 
 _MOST_NODES = 16
 """The scalability tables end there; what is larger is taken as that."""
@@ -56,32 +57,15 @@ class Noise(NamedTuple):
         return (self.variance + self.square) / (self.variance / scale + self.square)
 
 
-class _Epoch(NamedTuple):
-    """A row of a training run."""
+@dataclass(frozen=True)
+class _Runs:
+    """Training runs at several batch sizes; all arrays but `batches` are (runs, epochs)."""
 
-    progress: float
-    iteration: float
-    grad_sqr: float
-    grad_var: float
-
-
-class _Placed(NamedTuple):
-    """A measured step on a placement, which has a digit for the replicas of each node."""
-
-    placement: str
-    local_bsz: int
-    step_time: float
-    sync_time: float
-
-
-class _Scaled(NamedTuple):
-    """A measured step on so many nodes."""
-
-    num_nodes: float
-    num_replicas: float
-    local_bsz: float
-    step_time: float
-    sync_time: float
+    batches: list[int]
+    progress: list[Floats]
+    square: list[Floats]
+    variance: list[Floats]
+    iterations: list[Floats]
 
 
 @dataclass
@@ -97,7 +81,7 @@ class Application:
 
     folder: Path
     _step_times: dict[tuple[tuple[int, ...], int], StepTime] = field(default_factory=dict, repr=False)
-    _epochs: dict[tuple[int, int], _Epoch] = field(default_factory=dict, repr=False)
+    _noise: dict[tuple[int, int], Noise] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
@@ -105,19 +89,27 @@ class Application:
         return self.folder.name
 
     @cached_property
-    def _runs(self) -> dict[int, list[_Epoch]]:
-        """The training run at each batch size."""
-        paths = {int(path.stem.partition("-")[2]): path for path in self.folder.glob("validation-*.csv")}
+    def _runs(self) -> _Runs:
+        paths = sorted(self.folder.glob("validation-*.csv"), key=_batch_of)
         if not paths:
             raise InvalidArgument(f"{self.folder} must hold validation-<batch>.csv. Found: none")
-        return {batch: read_rows(paths[batch], _Epoch) for batch in sorted(paths)}
+        tables = [_columns(path, "progress", "grad_sqr", "grad_var", "iteration") for path in paths]
+        return _Runs(
+            list(map(_batch_of, paths)),
+            [table["progress"] for table in tables],
+            [table["grad_sqr"] for table in tables],
+            [table["grad_var"] for table in tables],
+            [table["iteration"] for table in tables],
+        )
 
     @cached_property
     def _placements(self) -> dict[str, list[tuple[int, float, float]]]:
         """Rows by placement: batch, step and sync time."""
         by_placement: dict[str, list[tuple[int, float, float]]] = {}
-        for placement, batch, step, sync in read_rows(self.folder / "placements.csv", _Placed):
-            by_placement.setdefault(placement, []).append((batch, step, sync))
+        with (self.folder / "placements.csv").open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                times = float(row["step_time"]), float(row["sync_time"])
+                by_placement.setdefault(row["placement"], []).append((int(row["local_bsz"]), *times))
         return {placement: sorted(rows) for placement, rows in by_placement.items()}
 
     @cached_property
@@ -131,7 +123,9 @@ class Application:
                 groups.setdefault(key, []).append((step, sync))
         points = [key for key in sorted(groups)]
         values = [tuple(np.mean(groups[key], axis=0)) for key in points]
-        counted = np.array(read_rows(self.folder / "scalability.csv", _Scaled))
+        names = "num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time"
+        table = _columns(self.folder / "scalability.csv", *names)
+        counted = np.column_stack([table[name] for name in names])
         return LinearNDInterpolator(
             np.concatenate([np.array(points, float), counted[:, :3]]),
             np.concatenate([np.array(values), counted[:, 3:]]),
@@ -140,12 +134,12 @@ class Application:
     @property
     def base_batch(self) -> int:
         """Samples of a step as the user wrote it."""
-        return min(self._runs)
+        return self._runs.batches[0]
 
     @property
     def max_batch(self) -> int:
         """Largest batch that was tried."""
-        return max(self._runs)
+        return self._runs.batches[-1]
 
     @cached_property
     def local_bounds(self) -> tuple[int, int]:
@@ -156,7 +150,7 @@ class Application:
     @cached_property
     def epochs(self) -> int:
         """Epochs that a training takes."""
-        return min(map(len, self._runs.values()))
+        return min(map(len, self._runs.progress))
 
     def progress(self, epoch: int) -> float:
         """Return the base steps that the first epochs are worth.
@@ -164,33 +158,30 @@ class Application:
         Args:
             epoch: number of epochs, up to `epochs`.
         """
-        return min(run[epoch - 1].progress for run in self._runs.values()) if epoch else 0.0
+        return min(float(run[epoch - 1]) for run in self._runs.progress) if epoch else 0.0
 
     def iterations(self, batch: int, epoch: int) -> float:
         """Return the steps that a run at a batch size had taken at the end of an epoch, counted from 0."""
-        return self._between(batch, epoch).iteration
+        return self._between(self._runs.iterations, batch, epoch)
 
     def noise(self, batch: int, epoch: int) -> Noise:
         """Return the gradient statistics of a batch size in an epoch, counted from 0."""
-        run = self._between(batch, epoch)
-        return Noise(run.grad_sqr, run.grad_var)
+        if (batch, epoch) not in self._noise:
+            square = self._between(self._runs.square, batch, epoch)
+            variance = self._between(self._runs.variance, batch, epoch)
+            self._noise[batch, epoch] = Noise(square, variance)
+        return self._noise[batch, epoch]
 
-    def _between(self, batch: int, epoch: int) -> _Epoch:
-        """Return an epoch of a run at a batch size, linear between those that were measured."""
-        if (batch, epoch) not in self._epochs:
-            if not self.base_batch <= batch <= self.max_batch:
-                bounds = f"[{self.base_batch}, {self.max_batch}]"
-                raise InvalidArgument(f"a batch of {self.name} must be in {bounds}. Found: {batch}")
-            below = max(each for each in self._runs if each <= batch)
-            above = min(each for each in self._runs if each >= batch)
-            epochs = self._runs[below][epoch], self._runs[above][epoch]
-            if below == above:
-                between = epochs[0]
-            else:
-                ends = zip(*epochs, strict=True)
-                between = _Epoch(*(((batch - below) * to + (above - batch) * at) / (above - below) for at, to in ends))
-            self._epochs[batch, epoch] = between
-        return self._epochs[batch, epoch]
+    def _between(self, runs: Sequence[Floats], batch: int, epoch: int) -> float:
+        batches = self._runs.batches
+        if not batches[0] <= batch <= batches[-1]:
+            raise InvalidArgument(f"a batch of {self.name} must be in [{batches[0]}, {batches[-1]}]. Found: {batch}")
+        upper = int(np.searchsorted(batches, batch))
+        high = float(runs[upper][epoch])
+        if batches[upper] == batch:
+            return high
+        low, below, above = float(runs[upper - 1][epoch]), batches[upper - 1], batches[upper]
+        return ((batch - below) * high + (above - batch) * low) / (above - below)
 
     def step_time(self, placement: Sequence[int], local_batch: int) -> StepTime:
         """Return the seconds of a step.
@@ -223,16 +214,14 @@ class Application:
         raise InvalidArgument(f"{self.name} was not measured near {local_batch} samples per replica on {placement}")
 
 
-def read_rows(path: Path, kind: type[Row]) -> list[Row]:
-    """Read a CSV file that has a column for each field of a named tuple, and perhaps others.
+def _batch_of(path: Path) -> int:
+    return int(path.stem.partition("-")[2])
 
-    Raises:
-        InvalidArgument: if it can't be read, or lacks a column.
-    """
-    types = get_type_hints(kind)
+
+def _columns(path: Path, *names: str) -> dict[str, Floats]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            return [kind(**{name: of(row[name]) for name, of in types.items()}) for row in csv.DictReader(file)]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        columns = ", ".join(types)
-        raise InvalidArgument(f"{path} must be a table with the columns {columns}. Found: {error!r}") from None
+            rows = list(csv.DictReader(file))
+        return {name: np.array([float(row[name]) for row in rows]) for name in names}
+    except (OSError, KeyError, ValueError) as error:
+        raise InvalidArgument(f"{path} must be a table with the columns {', '.join(names)}: {error!r}") from None

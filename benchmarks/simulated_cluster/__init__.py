@@ -1,1 +1,0 @@
-"""A cluster that is simulated by measured profiles: how long jobs would take under a policy."""
