@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from accel.comm.compressor import RESIDUAL, Compressor, Stage, add_residual, used_spans
+from accel.comm.compressor import RESIDUAL, Compressor, Stage, add_residual, any_nonzero, used_spans
 from accel.comm.layout import Layout, Piece, between
 from accel.comm.ranks.channel import Channel
 from accel.kernels.tables import kept
@@ -435,11 +435,7 @@ def note_used(plan: FactorPlan, values: Tensor, out: Tensor) -> None:
     tensors = [matrix.view(-1) for group in plan.groups for matrix in group.matrices(values)]
     tensors += [values[begin : begin + length] for begin, length in plan.plain]
     for i, tensor in enumerate(tensors):
-        if tensor.device.type == "cpu":
-            # A few elements nearly always suffice; all of them cost a pass over memory.
-            out[i] = bool(tensor[:: tensor.numel() // 1024 + 1].any()) or bool(tensor.any())
-        else:
-            out[i] = tensor.any()  # no wait for the device
+        out[i] = any_nonzero(tensor)
 
 
 def other(side: Side) -> Side:

@@ -6,9 +6,8 @@ is something to offer: with it come the hooks and the compressors, 0.2 s that a 
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,15 +96,16 @@ class GradientStrategy(Strategy):
         from accel.comm.selection import offers
 
         self._offers = offers.open_offers(run.model)
-        with _declining():
+        try:
             self._offers.enable(self.level, setting)
+        except offers.NoOffer as error:
+            raise NothingHelps(str(error)) from None
         self._settings += range(len(self._settings), len(self._offers.offered(self.level) or ()))
 
     def disable(self, run: Run) -> None:
         """Let DDP average as it does by itself, or as another of these strategies has it."""
         if self._offers is not None:
-            with _declining():
-                self._offers.disable(self.level)
+            self._offers.disable(self.level)
 
     def close(self, run: Run) -> None:
         """Free threads, groups and the hook, unless one of these strategies is on."""
@@ -156,17 +156,6 @@ class GradientByHosts(GradientStrategy):
         if ranks_per_host() == 1:
             return "each host has one rank"
         return "there is one host" if run.cuda and ranks_per_host() == run.world_size else ""
-
-
-@contextlib.contextmanager
-def _declining() -> Iterator[None]:
-    """Decline where nothing helps."""
-    from accel.comm.selection.offers import NoOffer
-
-    try:
-        yield
-    except NoOffer as error:
-        raise NothingHelps(str(error)) from None
 
 
 def ranks_per_host() -> int:

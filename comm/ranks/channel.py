@@ -97,24 +97,37 @@ def _pieces(values: Tensor) -> tuple[Tensor, ...]:
     return torch.split(values.view(torch.uint8), PIECE_BYTES) if values.numel() else ()
 
 
-def _still_open(group: Any) -> Any:
-    if group is None:
-        raise ConnectionBroken("the group was closed")
-    return group
+class _OwnGroup:
+    """What channels over a process group of their own have alike."""
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self.ranks, self.rank, self.size = tuple(ranks), ranks.index(rank), len(ranks)
+        self._group: Any = None
+
+    def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
+        raise NotImplementedError
+
+    def all_gather(self, own: Tensor, out: Sequence[Tensor]) -> None:
+        self.exchange([own] * self.size, out)
+        if out[self.rank].data_ptr() != own.data_ptr():
+            out[self.rank].copy_(own)
+
+    def abort(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()  # wakes this process; gloo's peers notice when the group is freed and its connections close
+
+    def _open(self) -> Any:
+        if self._group is None:
+            raise ConnectionBroken("the group was closed")
+        return self._group
 
 
-def _share(channel: Channel, own: Tensor, out: Sequence[Tensor]) -> None:
-    channel.exchange([own] * channel.size, out)
-    if out[channel.rank].data_ptr() != own.data_ptr():
-        out[channel.rank].copy_(own)
-
-
-class GlooChannel:
+class GlooChannel(_OwnGroup):
     """A channel over gloo, for tensors in host memory."""
 
     def __init__(self, store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
-        self.ranks, self.rank, self.size = tuple(ranks), ranks.index(rank), len(ranks)
-        self._group: Any = None
+        super().__init__(ranks, rank)
         if self.size > 1:
             self._connect(store, timeout)
 
@@ -151,9 +164,6 @@ class GlooChannel:
         for work in works:
             work.wait()
 
-    def all_gather(self, own: Tensor, out: Sequence[Tensor]) -> None:
-        _share(self, own, out)
-
     @_backend_call
     def gather_equal(self, own: Tensor, out: Sequence[Tensor]) -> None:
         """Fill `out[r]` with what rank r passed as `own`, of one size on all; gloo passes it on in a ring."""
@@ -177,19 +187,11 @@ class GlooChannel:
         else:
             self._open().allreduce([values]).wait()
 
-    def _open(self) -> Any:
-        return _still_open(self._group)
-
-    def abort(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()  # wakes this process; peers notice when the group is freed and its connections close
-
     def close(self) -> None:
         self._group = None
 
 
-class NcclChannel:
+class NcclChannel(_OwnGroup):
     """A channel over NCCL, for tensors on a CUDA device; calls return once queued on the current stream.
 
     So a peer that has gone is no error here: PyTorch's watchdog finds a collective that does not end within the timeout
@@ -197,10 +199,10 @@ class NcclChannel:
     """
 
     def __init__(self, store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
-        self.ranks, self.rank, self.size = tuple(ranks), ranks.index(rank), len(ranks)
+        super().__init__(ranks, rank)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        self._group: Any = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     @_backend_call
     def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
@@ -211,20 +213,9 @@ class NcclChannel:
         coming = [receives[r] if r in others else empty for r in range(self.size)]
         self._open().alltoall(coming, going).wait()
 
-    def all_gather(self, own: Tensor, out: Sequence[Tensor]) -> None:
-        _share(self, own, out)
-
     @_backend_call
     def all_reduce(self, values: Tensor) -> None:
         self._open().allreduce([values]).wait()
-
-    def _open(self) -> Any:
-        return _still_open(self._group)
-
-    def abort(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()  # the end of it, too: a shutdown would wait for what was broken off
 
     def close(self) -> None:
         group, self._group = self._group, None

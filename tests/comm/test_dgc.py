@@ -157,29 +157,6 @@ def test_what_was_decoded_and_what_is_left_are_the_sum_of_velocities(
         run.close()
 
 
-@on_ranks(3)
-def test_masking_clears_velocity_and_residual_where_sent(rank: int, world: int) -> None:
-    for masking in (True, False):
-        run, plain, sent = Training(DGC(0.05, exact_below=DENSE_BELOW, masking=masking), SGD), Net(), 0
-        loss(plain, rank, 0).backward()
-        run.step(rank, 0)
-        velocity, left = run.own("velocity"), run.own("residual")
-        for name, p in plain.named_parameters():
-            if run.state.compressor.is_dense(p.shape):  # type: ignore[attr-defined]
-                continue
-            g = p.grad.view(-1) / world  # type: ignore[union-attr]
-            top = g.abs().topk(math.ceil(0.05 * g.numel())).indices
-            rest = torch.ones_like(g, dtype=torch.bool)
-            rest[top] = False
-            assert not left[name][top].any()
-            assert bool(velocity[name][top].any()) != masking
-            assert torch.equal(left[name][rest], g[rest])
-            assert torch.equal(velocity[name][rest], g[rest])
-            sent += len(top)
-        assert sent > 100
-        run.close()
-
-
 VOID: dict[str, tuple[dict[str, float], bool]] = {
     "sparse, flat": ({}, False),
     "sparse, hosts": ({}, True),
