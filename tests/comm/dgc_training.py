@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,7 +16,7 @@ from accel.comm.compressor import Compressor
 from accel.comm.dgc import DGC
 from accel.comm.hooks import CommState, hook
 from accel.comm.sgd_momentum import SGDMomentum, take_momentum
-from tests.comm.cases import SECONDS, flat, same_everywhere
+from tests.comm.cases import SECONDS, flat, lacks, same_everywhere
 
 SGD = {"lr": 0.05, "momentum": 0.9}
 DENSE_BELOW = 64
@@ -116,6 +117,44 @@ def dense_step(model: nn.Module, optimizer: torch.optim.Optimizer, world: int, s
 def held(run: Training) -> Tensor:
     """Return all that a run remembers."""
     return flat([*run.own("velocity").values(), *run.own("residual").values()])
+
+
+def check_law(run: Training, rank: int, world: int, steps: int, bound: float, limit: float | None = None) -> int:
+    """Train, and check that what was decoded and what is left are the sum of velocities.
+
+    Args:
+        bound: of the largest difference.
+        limit: of the norm, if it is clipped.
+
+    Returns:
+        How many parameters have something left.
+    """
+    plain = Net(run.dtype)
+    sums = {n: torch.zeros(2, p.numel(), dtype=torch.float64) for n, p in run.net.named_parameters()}
+    for step in range(steps):
+        run.sgd.zero_grad()
+        plain.load_state_dict(run.net.state_dict())
+        plain.zero_grad()
+        loss(plain, rank, step, True, run.dtype).backward()
+        velocity = run.own("velocity")
+        gradient = {n: p.grad.double().view(-1) / world for n, p in plain.named_parameters() if p.grad is not None}
+        norm = flat(list(gradient.values())).norm().item()
+        factor = 1.0 if limit is None else min(1.0, limit / math.sqrt(world) / norm)
+        loss(run.ddp, rank, step, True, run.dtype).backward()
+        for n, p in run.net.named_parameters():
+            assert p.grad is not None
+            assert same_everywhere(p.grad.view(-1))
+            sums[n][0] += p.grad.double().view(-1)
+            sums[n][1] += SGD["momentum"] * velocity[n] + factor * gradient[n]
+        run.sgd.step()
+    residual, coarse = run.own("residual"), 0
+    for n, p in run.net.named_parameters():
+        total = torch.stack([residual[n], sums[n][1]])
+        dist.all_reduce(total)
+        assert lacks(sums[n][0] + total[0], total[1]) < bound, n
+        coarse += bool(total[0].any())
+        assert not (total[0].any() and run.state.compressor.is_dense(p.shape)), n  # type: ignore[attr-defined]
+    return coarse
 
 
 def check_void_steps(run: Training, rank: int) -> None:
