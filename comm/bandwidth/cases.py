@@ -70,14 +70,22 @@ class RankPlace:
 class Case:
     """One operation on buffers of one size."""
 
-    run: Callable[[], None]
-    fill: Callable[[], None]
-    """Write the inputs, and something wrong where the result goes."""
+    place: RankPlace
+    source: Tensor
     output: Tensor
+    run: Callable[[], None]
     expected: Callable[[int, int], Tensor]
     """(start, stop) → what `output[start:stop]` holds after one run."""
-    repeatable: bool
+    m: int = _PRIME
+    repeatable: bool = True
     """A second run without `fill` gives the same result."""
+
+    def fill(self) -> None:
+        """Write the inputs, and something wrong where the result goes."""
+        self.output.fill_(self.m)
+        for start in range(0, self.source.numel(), _CHUNK):
+            stop = min(start + _CHUNK, self.source.numel())
+            self.source[start:stop] = _values(start, stop, self.place.index, self.m, self.source.dtype)
 
     def wrong(self) -> int:
         """Count elements that differ from what one run should give."""
@@ -127,33 +135,9 @@ def _values(start: int, stop: int, rank: int, m: int, dtype: torch.dtype) -> Ten
     return ((_spread(start, stop, m) + rank) % m).to(dtype)
 
 
-def _write(buffer: Tensor, rank: int, m: int) -> None:
-    """Fill `buffer` with the elements of `rank`."""
-    for start in range(0, buffer.numel(), _CHUNK):
-        stop = min(start + _CHUNK, buffer.numel())
-        buffer[start:stop] = _values(start, stop, rank, m, buffer.dtype)
-
-
 def _sums(m: int, ranks: int, dtype: torch.dtype) -> Tensor:
     """Return the sum over the ranks for each a in 0 … m−1."""
     return ((torch.arange(m)[:, None] + torch.arange(ranks)[None, :]) % m).sum(1).to(dtype)
-
-
-def _case(
-    place: RankPlace,
-    source: Tensor,
-    output: Tensor,
-    run: Callable[[], None],
-    expected: Callable[[int, int], Tensor],
-    m: int = _PRIME,
-    *,
-    repeatable: bool = True,
-) -> Case:
-    def fill() -> None:
-        output.fill_(m)  # no right result
-        _write(source, place.index, m)
-
-    return Case(run, fill, output, expected, repeatable)
 
 
 def _buffers(place: RankPlace, dtype: torch.dtype, *counts: int) -> list[Tensor]:
@@ -167,7 +151,7 @@ def _all_reduce(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
     def run() -> None:
         dist.all_reduce(buffer, group=place.group)
 
-    return _case(place, buffer, buffer, run, lambda start, stop: sums[_spread(start, stop, m)], m, repeatable=False)
+    return Case(place, buffer, buffer, run, lambda start, stop: sums[_spread(start, stop, m)], m, repeatable=False)
 
 
 def _reduce_scatter(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
@@ -178,7 +162,7 @@ def _reduce_scatter(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
     def run() -> None:
         scatter(output, source, group=place.group)
 
-    return _case(place, source, output, run, lambda start, stop: sums[_spread(first + start, first + stop, m)], m)
+    return Case(place, source, output, run, lambda start, stop: sums[_spread(first + start, first + stop, m)], m)
 
 
 def _all_gather(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
@@ -189,7 +173,7 @@ def _all_gather(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
     def run() -> None:
         gather(output, source, group=place.group)
 
-    return _case(place, source, output, run, _by_blocks(0, block, dtype))
+    return Case(place, source, output, run, _by_blocks(0, block, dtype))
 
 
 def _all_to_all(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
@@ -199,7 +183,7 @@ def _all_to_all(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
     def run() -> None:
         dist.all_to_all_single(output, source, group=place.group)
 
-    return _case(place, source, output, run, _by_blocks(place.index * block, block, dtype))
+    return Case(place, source, output, run, _by_blocks(place.index * block, block, dtype))
 
 
 def _by_blocks(first: int, block: int, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
@@ -218,7 +202,7 @@ def _broadcast(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
     def run() -> None:
         dist.broadcast(buffer, src=place.ranks[0], group=place.group)
 
-    return _case(place, buffer, buffer, run, lambda start, stop: _values(start, stop, 0, _PRIME, dtype))
+    return Case(place, buffer, buffer, run, lambda start, stop: _values(start, stop, 0, _PRIME, dtype))
 
 
 def _send_recv(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
@@ -236,7 +220,7 @@ def _send_recv(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
         for work in works:
             work.wait()
 
-    return _case(place, source, output, run, lambda start, stop: _values(start, stop, before, _PRIME, dtype))
+    return Case(place, source, output, run, lambda start, stop: _values(start, stop, before, _PRIME, dtype))
 
 
 def _collective(name: str, older: str) -> Callable[..., Any]:
