@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import Scheme, allowed
 from accel.comm.hooks import hook
-from accel.comm.selection.choice import named
 from accel.comm.selection.planner import Planner
 from accel.comm.selector import AutoComm
 from benchmarks.comm.gradient_profiles import PROFILES, Replayed
@@ -95,7 +94,7 @@ RECORD = Record(
         "of_best_low": Column("20th percentile of the rounds"),
         "of_best_high": Column("80th percentile of the rounds"),
         "best": Column("which fixed choice that is"),
-        "predicted_s": Column("what was expected of the step before its trial, s"),
+        "predicted_s": Column("what the model said of the step before it ran, s"),
         "search_s": Column("automatic: measuring and searching, beyond what DDP would have needed for these steps, s"),
         "replicas_equal": Column("whether all ranks have the same weights in the end"),
     },
@@ -191,12 +190,12 @@ class Trainee:
             steps += 1
         choice = state.choice
         assert choice is not None
-        predicted = {named(way): step_s for way, step_s in choice.screened.items()}
+        predicted = {str(option): option.step_s for option in choice.options}
         return {
             "chosen": str(state.chosen or "plain"),
             "predicted": predicted,
             "steps": steps,
-            "search_s": time.perf_counter() - self.began - steps * choice.step_s(None),
+            "search_s": time.perf_counter() - self.began - steps * choice.plain_s,
             "table": state.explain(),
         }
 

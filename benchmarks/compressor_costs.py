@@ -3,28 +3,24 @@
     python -m benchmarks.compressor_costs [--rounds 7] [--record]
 
 One bucket of 25 MB, of matrices and biases, on one thread, between two ranks that are only played: the hook's own
-stages over channels that send nothing (`benchmarks.comm.dry_channel`). Compressors take turns; times are medians of
+stages over channels that send nothing (`accel.comm.cost_model.dry_run`). Compressors take turns; times are medians of
 rounds.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import click
 import torch
 
-from accel.comm.catalogue import CATALOGUE, Scheme, catalogue_settings, register_compressor
+from accel.comm.catalogue import CATALOGUE, Scheme, register_compressor
 from accel.comm.compressor import RESIDUAL, Compressor
+from accel.comm.cost_model.dry_run import dry_run
 from accel.comm.dgc import DGC
-from accel.comm.engine.pipeline import BucketJob
-from accel.comm.engine.reduction import arranged, pipeline_stages
 from accel.comm.layout import Layout
-from accel.comm.memory import Memory
 from accel.comm.powersgd import PowerSGD
 from accel.comm.ranks.topology import Topology
-from benchmarks.comm.dry_channel import DryChannel
 from benchmarks.record import Column, Record
 from benchmarks.render import SOURCE, Row
 from benchmarks.spread import extremes
@@ -65,24 +61,13 @@ def bucket() -> Layout:
 
 
 def once(name: str, layout: Layout) -> tuple[float, float]:
-    """Return processor milliseconds and bytes sent by a rank in the second step: the first one allocates."""
-    memory = Memory()
-    stages = pipeline_stages(
-        catalogue_settings(Scheme(name)), arranged(TWO, 0, False), memory, lambda _, ranks: DryChannel(ranks)
-    )
-    channels = [stage.channel for stage in stages]
-    gradients = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
-    took_s = sent = before = 0.0
-    with torch.no_grad():
-        for step in (1, 2):
-            memory.settle()
-            job = BucketJob(step, layout, gradients.clone(), memory.slot(layout))
-            began = time.thread_time()
-            for stage in stages:
-                stage.run(job, stage.channel)
-            took_s = time.thread_time() - began
-            before, sent = sent, float(sum(one.sent_bytes for one in channels if isinstance(one, DryChannel)))
-    return took_s * 1e3, sent - before
+    """Return processor milliseconds and bytes sent by a rank."""
+    stages = dry_run(Scheme(name), layout, TWO, torch.device("cpu"), runs=1)
+    parts = [part for stage in stages for part in stage]
+    calls = [part.call for part in parts if part.call is not None]
+    # A ring of two sends each byte once; an exchange sends what it notes.
+    sent = sum(call.near_bytes + call.far_bytes for call in calls)
+    return sum(part.core_s for part in parts) * 1e3, sent
 
 
 def memory_copies(compressor: Compressor, feedback: bool) -> int:

@@ -33,7 +33,7 @@ ROOMS = {
         "strategies",
     },
     "comm": {
-        *("bandwidth", "compression", "doctor", "engine", "periodic", "ranks", "selection"),
+        *("bandwidth", "compression", "cost_model", "doctor", "engine", "periodic", "ranks", "selection"),
     },
     "dataio": {"dataset", "engine", "fetching", "image", "passes", "samples", "sampling"},
     "kernels": {"codes", "draws", "fcos_targets", "optimizers", "rows", "simota", "window_attention"},

@@ -1,49 +1,26 @@
 """The strategies for gradients: when they apply, and which schemes they offer for a trial.
 
-The schemes come from `accel.comm.selection.offers`, the trial is the controller's. The former is imported where there
-is something to offer: with it come the hooks and the compressors, 0.2 s that a run on one rank need not spend.
+The schemes and what is predicted of them come from `accel.comm.selection.offers`, the trial is the controller's. The
+former is imported where there is something to offer: with it come the hooks, the compressors and the cost model, 0.2 s
+that a run on one rank need not spend.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.profiler.bottleneck import Bottleneck
-from accel.profiler.trial_driver import Block, Comparing, TrialResult
 from accel.run import Run
 from accel.strategies.base import Exactness, NothingHelps, Strategy
-from accel.strategies.trial_design import Terms, TrialDesign
+from accel.strategies.trial_design import TrialDesign
 
 if TYPE_CHECKING:
     from accel.comm.selection.offers import SchemeOffers
-
-
-_MOST_STEPS = 300
-"""In which all schemes of a level have been used; more where some steps average nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientDesign(TrialDesign):
-    """Judged in blocks of steps, after a few steps by each scheme that show which of them to try."""
-
-    why_none: Callable[[], str | None]
-    """Says why there is nothing to try, '' if there is; None before that is known."""
-
-    def trial(self, terms: Terms) -> Comparing:
-        """Return the trial, which ends at once where no scheme was faster in those steps."""
-        seconds: list[float] = []
-        while (why := self.why_none()) is None and len(seconds) < _MOST_STEPS:
-            seconds += (yield Block(arm="B", steps=1)).seconds
-        spent_s = max(sum(seconds) - len(seconds) * terms.step_s, 0.0)
-        if why != "":
-            return TrialResult(None, spent_s, why=why or f"no gradients were averaged in {_MOST_STEPS} steps")
-        result = yield from super().trial(terms)
-        return result._replace(cost_s=result.cost_s + spent_s)
 
 
 class GradientStrategy(Strategy):
@@ -54,7 +31,7 @@ class GradientStrategy(Strategy):
     level: str
     """Of `allow`."""
     measuring_s = 5.0
-    """What a few steps by each scheme take longer."""
+    """What measuring the network and the compressors takes."""
     above: tuple[str, ...] = ()
     """Levels whose schemes include those of this one."""
 
@@ -77,13 +54,8 @@ class GradientStrategy(Strategy):
         return offers.refusal(run.model, self.above)
 
     def trial_design(self, run: Run) -> TrialDesign:
-        """Reckon with a few steps by each scheme; DDP makes its buckets anew after the hook has come off or on."""
-        return GradientDesign(cost_s=self.measuring_s, settle_steps=3, describe=self.describe, why_none=self._why_none)
-
-    def _why_none(self) -> str | None:
-        if self._offers is None or self._offers.offered(self.level) is None:
-            return None
-        return self._offers.why_none(self.level)
+        """Reckon with the measurement of the network; DDP makes its buckets anew after the hook has come off or on."""
+        return TrialDesign(cost_s=self.measuring_s, settle_steps=3, describe=self.describe)
 
     def settings(self, run: Run) -> list[Any]:
         """Return the numbers of the offers; the list grows once they are known, while it is gone through."""
@@ -91,21 +63,20 @@ class GradientStrategy(Strategy):
         return self._settings
 
     def enable(self, run: Run, setting: Any) -> None:
-        """Let gradients go by an offered scheme from the next step on, or once it is known which are the fastest."""
+        """Let gradients go by an offered scheme from the next step on, or once there is a prediction."""
         assert isinstance(run.model, DistributedDataParallel)
         from accel.comm.selection import offers
 
         self._offers = offers.open_offers(run.model)
-        try:
+        with _declining():
             self._offers.enable(self.level, setting)
-        except offers.NoOffer as error:
-            raise NothingHelps(str(error)) from None
-        self._settings += range(len(self._settings), len(self._offers.offered(self.level) or ()))
+        self._settings += range(len(self._settings), len(self._offers.about_as_fast(self.level)))
 
     def disable(self, run: Run) -> None:
         """Let DDP average as it does by itself, or as another of these strategies has it."""
         if self._offers is not None:
-            self._offers.disable(self.level)
+            with _declining():
+                self._offers.disable(self.level)
 
     def close(self, run: Run) -> None:
         """Free threads, groups and the hook, unless one of these strategies is on."""
@@ -113,8 +84,19 @@ class GradientStrategy(Strategy):
             self._offers.free()
 
     def describe(self, setting: Any) -> str:
-        """Return the scheme and its step at first; '' until it is known."""
+        """Return the scheme and the step predicted for it; '' until it is known."""
         return "" if self._offers is None else self._offers.describe(self.level, setting)
+
+
+@contextlib.contextmanager
+def _declining() -> Iterator[None]:
+    """Decline where nothing is predicted to help."""
+    from accel.comm.selection.offers import NoOffer
+
+    try:
+        yield
+    except NoOffer as error:
+        raise NothingHelps(str(error)) from None
 
 
 class GradientCompression(GradientStrategy):
@@ -147,7 +129,6 @@ class GradientByHosts(GradientStrategy):
     exactness = Exactness.REORDERED
     level = "reordered"
     above = ("lossy", "reduced")
-    measuring_s = 0.0  # there is one scheme
 
     def refusal(self, run: Run) -> str:
         """Say why not: also where hosts have one rank each, or GPUs, which need no host memory, have one host."""

@@ -146,17 +146,17 @@ FAULTS = [
     ),
     *faults(
         "scheme",
-        "accel.comm.selection.choice",
+        "accel.comm.cost_model.choice",
         (*_SCHEMES, "tests/comm/test_choice.py"),
         tries_the_worst=(
-            "tries first what was slowest at first",
-            "Choice.candidates",
-            property_becomes(lambda self, right: right[::-1]),
+            "tries first what is predicted to be slowest",
+            "worthwhile",
+            result_becomes(lambda options: options[::-1]),
         ),
     ),
     *faults(
         "scheme",
-        "accel.comm.selection.choice",
+        "accel.comm.cost_model.choice",
         ("tests/comm/test_choice.py", *_SCHEMES),
         exactness_is_worth_nothing=(
             "of two alike takes the less exact one",

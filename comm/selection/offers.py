@@ -1,14 +1,14 @@
-"""Schemes offered for trial: those that prove about the fastest on a DDP module in a few steps each, by level.
+"""Schemes offered for trial: those predicted to be about the fastest on a DDP module, by level.
 
-The first time that a level is switched on, each of its schemes is used for a few steps; a single one needs none. The
-caller runs the trial and decides what stays. All ranks switch together, between the same two steps.
+The first level to be switched on measures the network, and lets plain steps be watched; from then on the cost model
+says what is worth a trial. The caller runs the trial and decides what stays. All ranks switch and
+predict together, between the same two steps; rank 0's prediction counts.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
@@ -18,17 +18,19 @@ from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.catalogue import Scheme
+from accel.comm.cost_model.choice import Choice, Option, choose, costs_of
+from accel.comm.cost_model.cost import Network
+from accel.comm.cost_model.probe import probe
 from accel.comm.engine.binding import Binding
 from accel.comm.ranks.channel import channel_kind
-from accel.comm.selection.choice import Choice
+from accel.comm.ranks.failure import CommError
 from accel.comm.selection.planner import Planner, why_not
 from accel.profiler.errors import AccelError
 
-_STEPS = 3
-"""Of each scheme before one is offered."""
+WATCH = 5
+"""Plain steps that must have been recorded before anything is predicted."""
 _ERROR = 1.15
-"""Steps that differ by less may come in another order in a trial."""
+"""Predictions that differ by less may come in another order on real steps."""
 _PATIENCE = timedelta(seconds=30)
 """For ranks that come from one step boundary to another place in it; one that fails on the way never does."""
 _MOST = 3
@@ -36,7 +38,7 @@ _MOST = 3
 
 
 class NoOffer(AccelError):
-    """No scheme beats DDP's own all-reduce; the message says so with numbers."""
+    """Nothing is predicted to beat DDP's own all-reduce; the message says so with numbers."""
 
 
 class SchemeOffers(Planner):
@@ -48,68 +50,56 @@ class SchemeOffers(Planner):
         super().__init__(ddp, timeout=backend.options._timeout, patience=_PATIENCE)
 
     def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:
-        """Take a module, and measure anew."""
+        """Take a module, and predict anew."""
         super().bind(model, process_group, scaler=scaler)
         self.choices: dict[str, Choice] = {}
-        """What the schemes have shown, by level of `allow`."""
-        self._offered: dict[str, list[Scheme]] = {}
+        """Predictions by level of `allow`."""
         self._on: dict[str, int] = {}
         """Levels that are on, and the number of the offer of each; the last one counts."""
-        self._screening: Iterator[None] = iter(())
-        self._is_tested = self.binding.device.type != "cuda"
+        self._network: Network | None = None
 
     # -- on and off --------------------------------------------------------------------------------------------------
 
     def enable(self, level: str, number: int) -> None:
-        """Use the `number`-th offer of a level, once its schemes have been measured; on every rank.
+        """Use the `number`-th offer of a level, as soon as there is a prediction; on every rank.
 
         Raises:
-            NoOffer: on every rank, if they have been and none helps.
+            NoOffer: on every rank, if there is a prediction and nothing in it.
         """
         self._on.pop(level, None)
         self._on[level] = number
-        if not self._is_tested and (problem := self_test(self.binding, self.timeout)):
-            raise NoOffer(f"the self-test has failed: {problem}")
-        self._is_tested = True
+        if self._network is None:
+            if self.binding.device.type == "cuda" and (problem := self_test(self.binding, self.timeout)):
+                raise NoOffer(f"the self-test has failed: {problem}")
+            self._network = probe(self.topology, self.binding.device)
         self.put_on()
-        self._use_offer()
+        self.use_offer()
 
     def disable(self, level: str) -> None:
-        """Go back to what was on before the level, in the end to DDP's own; then without a hook."""
+        """Go back to what was on before the level, in the end to DDP's own; then without a hook once all is known."""
         self._on.pop(level, None)
-        self._screening = iter(())
         if self._on:
-            self._use_offer()
-        else:
+            self.use_offer()
+        elif self.choices:
             self.take_off()
+        else:
+            self.use(None)
 
-    def _use_offer(self) -> None:
-        """Use the offer of the last of the levels that are on, or begin to measure its schemes."""
+    def use_offer(self) -> None:
+        """Use the offer of the last of the levels that are on; DDP's own until there is one."""
         level, number = list(self._on.items())[-1]
-        if level not in self._offered:
-            schemes = self.schemes(level)
-            if len(schemes) > 1:
-                self._screening = self._screen(level, schemes)
-                return
-            self._offered[level] = schemes
-        if not self._offered[level]:
-            raise NoOffer(self.why_none(level))
-        self.use(self.offer(level, number))
+        if not self._is_predicted(level):
+            self.recorder.on = True
+            self.use(None)
+            return
+        choice = self.choices[level]
+        if not choice.candidates:
+            raise NoOffer(
+                f"gradients are left as they are: a step takes {choice.plain_s * 1e3:.1f} ms, {choice.best_predicted}"
+            )
+        self.use(choice.candidates[min(number, len(choice.candidates) - 1)].scheme)
         self.release()  # of schemes tried before
-
-    def _screen(self, level: str, schemes: list[Scheme]) -> Iterator[None]:
-        choice = Choice((yield from self.screened(schemes, _STEPS)))
-        fast = choice.candidates
-        self.choices[level] = choice
-        self._offered[level] = [one for one in fast if choice.screened[one] <= _ERROR * choice.screened[fast[0]]][
-            :_MOST
-        ]
-        with contextlib.suppress(NoOffer):  # raised on every rank; within backward it would end the training
-            self._use_offer()
-
-    def between_steps(self) -> None:
-        """Go on measuring schemes, where that has begun."""
-        next(self._screening, None)
+        self.put_on()
 
     def free(self) -> None:
         """Give up what is not in use; everything, with the hook, where no level is on."""
@@ -118,38 +108,43 @@ class SchemeOffers(Planner):
         elif self.is_open:
             self.take_off()
             self.close()
-            self.choices, self._offered = {}, {}
+            self.choices = {}
 
-    # -- what is offered ---------------------------------------------------------------------------------------------
+    # -- prediction --------------------------------------------------------------------------------------------------
 
-    def offered(self, level: str) -> list[Scheme] | None:
-        """Return what can't be distinguished from the best of a level; None before that is known."""
-        return self._offered.get(level)
+    def _is_predicted(self, level: str) -> bool:
+        """Predict, if enough plain steps have been watched; they are the same on every rank."""
+        if level in self.choices:
+            return True
+        if len(self.recorder) < WATCH and not self.choices:
+            return False
+        assert self._network is not None
+        costs = costs_of(self.schemes(level), self.facts, self.objects)
+        self.choices[level] = choose(self.recorder.observed(), self.facts, self._network, costs, self.objects)
+        self.recorder.on = False
+        return True
 
-    def offer(self, level: str, number: int) -> Scheme:
-        """Return an offer of a level that has some."""
-        schemes = self._offered[level]
-        return schemes[min(number, len(schemes) - 1)]
+    def between_steps(self) -> None:
+        """Make up for a prediction that could not be made when a level was switched on."""
+        if self._on and not self.choices and len(self.recorder) >= WATCH:
+            try:
+                self.use_offer()
+            except (NoOffer, CommError):  # raised on every rank; within backward it would end the training
+                self.use(None)
 
-    def why_none(self, level: str) -> str:
-        """Return why a level offers nothing, '' if it does."""
-        if self._offered[level]:
-            return ""
-        if level not in self.choices:
-            return "no scheme fits these gradients"
-        choice = self.choices[level]
-        plain = f"a step takes {choice.step_s(None) * 1e3:.1f} ms"
-        return f"gradients are left as they are: {plain}, {choice.best_screened}"
+    def about_as_fast(self, level: str) -> list[Option]:
+        """Return what the model can't distinguish from the best of a level; nothing until there is a prediction."""
+        options = self.choices[level].candidates if level in self.choices else []
+        return [option for option in options if option.step_s <= _ERROR * options[0].step_s][:_MOST]
 
     def describe(self, level: str, number: int) -> str:
-        """Return an offer of a level, and the steps that have spoken for it; '' until it is known."""
-        if not self._offered.get(level):
+        """Return an offer of a level and the step predicted for it; '' until it is known."""
+        options = self.about_as_fast(level)
+        if not options:
             return ""
-        scheme, choice = self.offer(level, number), self.choices.get(level)
-        if choice is None:
-            return str(scheme)
-        took, plain = choice.step_s(scheme) * 1e3, choice.step_s(None) * 1e3
-        return f"{scheme}, at first {took:.1f} ms in place of {plain:.1f} ms"
+        option = options[min(number, len(options) - 1)]
+        plain_s = self.choices[level].plain_s
+        return f"{option}, predicted {option.step_s * 1e3:.1f} ms in place of {plain_s * 1e3:.1f} ms"
 
 
 _offers: weakref.WeakKeyDictionary[nn.Module, SchemeOffers] = weakref.WeakKeyDictionary()
@@ -170,13 +165,13 @@ def open_offers(ddp: DistributedDataParallel) -> SchemeOffers:
 
 
 def refusal(ddp: DistributedDataParallel, above: Collection[str]) -> str:
-    """Say why there are none: a hook or a process group of the user's, or offers of one of the levels `above`."""
+    """Say why there are none: a hook or a process group of the user's, or a prediction for a level of `above`."""
     offers = known_offers(ddp)
     if reason := why_not(ddp, offers):
         return reason
     if ddp.process_group.size() != dist.get_world_size():
         return "the model's process group holds only some of the ranks"
-    if offers is not None and any(offers.offered(level) is not None for level in above):
+    if offers is not None and any(level in offers.choices for level in above):
         return "what was tried already chooses among these schemes too"
     return ""
 

@@ -8,27 +8,131 @@ Off, it does what DDP does without a hook, to the bit. DDP itself keeps a hook f
 
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.comm.catalogue import CATALOGUE, Scheme, allowed
+from accel.comm.catalogue import Scheme, allowed
+from accel.comm.cost_model.choice import BucketFacts, ObservedStep
 from accel.comm.engine.binding import divides_by_active, why_no_steps
 from accel.comm.engine.gradient_engine import Averaged, GradientEngine
 from accel.comm.hooks import hook
 from accel.comm.layout import Layout
-from accel.comm.selection.choice import Option
 from accel.comm.selection.reducer import unhook
 from accel.profiler.errors import InvalidArgument
 
-WARM_UP = 3
-"""First steps with the hook, which are no measure: DDP makes new buckets, memory is touched for the first time."""
+Work = tuple[float, float]
+
+
+def used_cores() -> Work:
+    """Return the seconds of cores that this process has used, and those of the calling thread."""
+    return time.process_time(), time.thread_time()
+
+
+class _TimedStep(NamedTuple):
+    began: float
+    worked: Work
+    bytes: list[int]
+    ready: list[float]
+    done: list[float]
+    extra: list[float]
+
+
+class StepRecorder:
+    """Times and layouts of the steps of an engine, while it is on; a step lasts from its first bucket to the next's.
+
+    Args:
+        device: of the gradients.
+        clock: seconds, monotonic.
+        work: seconds of cores that this process has used, and those of the calling thread; default: as far as they say
+            something on this device.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+        work: Callable[[], Work] | None = None,
+    ) -> None:
+        self._clock, self._work = clock, work or (used_cores if device.type == "cpu" else lambda: (0.0, 0.0))
+        self.on = False
+        self._layouts: dict[int, Layout] = {}
+        self.clear()
+
+    def __len__(self) -> int:
+        """Return the number of whole steps recorded."""
+        return len(self._steps)
+
+    def clear(self) -> None:
+        """Forget the times of all steps."""
+        self._now: _TimedStep | None = None
+        self._steps: list[tuple[_TimedStep, float, Work]] = []
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Return those of the buckets of the last recorded step."""
+        return [self._layouts[index] for index in sorted(self._layouts)]
+
+    def end_step(self) -> None:
+        """End the step that was begun, if there is one."""
+        if self._now is not None:
+            before, after = self._now.worked, self._work()
+            self._steps.append((self._now, self._clock(), (after[0] - before[0], after[1] - before[1])))
+            self._now = None
+
+    def begin_step(self) -> None:
+        """Begin a step, if it is on: its first bucket is ready."""
+        if self.on:
+            self._now = _TimedStep(self._clock(), self._work(), [], [], [], [])
+
+    def average(
+        self,
+        engine: GradientEngine,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+        reduce: Callable[[Any], Averaged],
+    ) -> Averaged:
+        """Average a bucket by `reduce`, which is the engine's, and note it if it is on."""
+        if not self.on:
+            return reduce(bucket)
+        layout, buffer, step, clock = engine.binding.layout(bucket), bucket.buffer(), self._now, self._clock
+        self._layouts[layout.index] = layout
+        if layout.is_last:
+            self._layouts = {index: kept for index, kept in self._layouts.items() if index <= layout.index}
+        if step is None:
+            return reduce(bucket)
+        step.bytes.append(buffer.numel() * buffer.element_size())
+        step.ready.append(clock() - step.began)
+        divided_s = engine.divide_s
+        averaged = reduce(bucket)
+        step.extra.append(engine.divide_s - divided_s)
+
+        def ended(averaged: Averaged) -> torch.Tensor:
+            value = averaged.value()
+            step.done.append(clock() - step.began)
+            return value
+
+        return averaged.then(ended)
+
+    def observed(self) -> ObservedStep:
+        """Return the medians over the steps that had the buckets of the last one."""
+        last = self._steps[-1][0]
+        alike = [record for record in self._steps if record[0].bytes == last.bytes]
+        ready = [median(times) for times in zip(*(step.ready for step, *_ in alike), strict=True)]
+        return ObservedStep(
+            tuple(last.bytes),
+            tuple(seconds - ready[0] for seconds in ready),
+            median(max(step.done) for step, *_ in alike) - ready[0],
+            median(end - step.began for step, end, _ in alike),
+            median(sum(step.extra) for step, *_ in alike),
+            median(work for *_, (work, _) in alike),
+            median(work for *_, (_, work) in alike),
+        )
 
 
 class Planner(GradientEngine):
@@ -67,28 +171,30 @@ class Planner(GradientEngine):
             raise InvalidArgument(reason)
         super().bind(model, process_group, scaler=scaler)
         self.objects = self.binding.objects(self.timeout)
-        self.clock: Callable[[], float] = time.perf_counter
-        self.step_s = self._began = 0.0
-        """Seconds from the first bucket of the last step to that of this one; what DDP without a hook does not take is
-        left out."""
+        self.recorder = StepRecorder(self.binding.device)
         self._unhooked: Callable[[], Any] = lambda: None
         """The reducer that the hook was taken off with."""
 
+    @property
+    def facts(self) -> BucketFacts:
+        """Return what is known of the buckets of the last recorded step."""
+        ddp = self.binding.ddp()
+        views = ddp is not None and bool(ddp.gradient_as_bucket_view)
+        return BucketFacts(self.recorder.layouts, self.topology, self.binding.device, views)
+
     def schemes(self, level: str) -> list[Scheme]:
-        """Return the schemes, beside DDP's own, that a level of `allow` permits between these ranks and that fit."""
+        """Return the schemes beside DDP's own all-reduce that a level of `allow` permits between these ranks."""
         ddp = self.binding.ddp()
         if self.topology.size == 1 or ddp is None or not _has_dense_gradients(ddp.module):
             return []
         in_memory = len(self.topology.hosts) == 1 and self.binding.device.type == "cpu"
-        trained = [(name, one) for name, one in ddp.module.named_parameters() if one.requires_grad]
-        layouts = [Layout(0, (name,), (one.shape,), one.dtype, True) for name, one in trained]
-        permitted = allowed(level, by_hosts=self.topology.by_hosts_pays, in_memory=in_memory)
-        return [scheme for scheme in permitted if _fits(scheme, layouts)]
+        return allowed(level, by_hosts=self.topology.by_hosts_pays, in_memory=in_memory)
 
     def close(self) -> None:
         """End threads and groups; the hook is DDP's own all-reduce from then on."""
         self.use(None)
         if self.is_open:
+            self.recorder.on = False
             self.objects.close()
         super().close()
 
@@ -100,30 +206,10 @@ class Planner(GradientEngine):
     def reduce(self, bucket: dist.GradBucket) -> Averaged:  # type: ignore[name-defined]
         """Average one bucket over the ranks."""
         if bucket.index() == 0:
-            self.step_s = self.clock() - self._began - (self.divide_s if self.scheme is None else 0.0)
+            self.recorder.end_step()
             self.between_steps()
-            self._began, self.divide_s = self.clock(), 0.0
-        return super().reduce(bucket)
-
-    def measured(self, option: Option, settle: int, steps: int) -> Generator[None, None, float]:
-        """Return the median step of the slowest rank by an option; at each yield a step is taken."""
-        self.use(option)
-        for _ in range(settle):
-            yield
-        seconds = []
-        for _ in range(steps):
-            yield
-            seconds.append(self.step_s)
-        return self.objects.decide(median(seconds), max)
-
-    def screened(self, schemes: Sequence[Scheme], steps: int) -> Generator[None, None, dict[Option, float]]:
-        """Return the step of DDP's own all-reduce and of each scheme, measured in so many steps each."""
-        took_s: dict[Option, float] = {None: (yield from self.measured(None, WARM_UP, steps))}
-        for scheme in schemes:
-            took_s[scheme] = yield from self.measured(scheme, 1, steps)
-            self.use(None)
-            self.release()
-        return took_s
+            self.recorder.begin_step()
+        return self.recorder.average(self, bucket, super().reduce)
 
     # -- the hook ----------------------------------------------------------------------------------------------------
 
@@ -172,16 +258,6 @@ def _has_dense_gradients(module: nn.Module) -> bool:
     """Return whether gradients are dense and real, so that buckets can go by a scheme."""
     is_sparse = any(getattr(part, "sparse", False) for part in module.modules())  # as DDP recognises them
     return not is_sparse and all(one.is_floating_point() for one in module.parameters() if one.requires_grad)
-
-
-def _fits(scheme: Scheme, layouts: Sequence[Layout]) -> bool:
-    compressor = CATALOGUE[scheme.compressor].make()
-    try:
-        for layout in layouts:
-            compressor.check(layout)
-    except ValueError:
-        return False
-    return True
 
 
 def why_not(ddp: object, own: object = None) -> str:

@@ -15,13 +15,14 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import accel
 from accel import entry, strategies
-from accel.comm.selection.choice import Choice
+from accel.comm.cost_model.choice import Choice
+from accel.comm.selection import offers
 from accel.comm.selection.offers import known_offers
 from accel.comm.selection.planner import Planner
 from accel.strategies.base import NothingHelps
 from accel.strategies.gradients import GradientCompression, GradientHalf, GradientStrategy
 from tests.comm.cases import same_everywhere
-from tests.comm.played_search import play_catalogue, slow_plain
+from tests.comm.played_search import SLOW_S, play_catalogue, played_network, slow_plain
 
 MOST_STEPS = 600
 
@@ -34,6 +35,8 @@ def _play(entries: dict[str, tuple[float, str]], slow: bool) -> None:
         slow_plain()
         # Only the hook is slow here: without one, trials would compare with a fast network.
         Planner.take_off = lambda self: bool(self.use(None))  # type: ignore[method-assign]
+    byte_s = SLOW_S / 50_000 if slow else 1e-12
+    offers.probe = lambda topology, device: played_network(topology.size, byte_s)  # type: ignore[assignment]
 
 
 class Loop:
@@ -112,7 +115,7 @@ def optimized(rank: int, world: int, entries: dict[str, tuple[float, str]], slow
 def by_hand(rank: int, world: int) -> dict[str, Any]:
     """Switch two strategies on and off as trials do, with what the guard does in between, against a plain twin."""
     _play({"quick": (0.0, "reduced"), "small": (0.0, "lossy")}, slow=False)
-    Choice.candidates = property(lambda self: [way for way in self.screened if way is not None])  # type: ignore[assignment]
+    Choice.candidates = property(lambda self: [one for one in self.options if one.scheme is not None])  # type: ignore[assignment]
     loop, twin = Loop(rank), Loop(rank)
     run: Any = type("Run", (), {"model": loop.model, "world_size": world, "cuda": False})()
     half, lossy = GradientHalf(), GradientCompression()
@@ -135,7 +138,7 @@ def by_hand(rank: int, world: int) -> dict[str, Any]:
     steps(2)
     found["described"] = half.describe(0)
     lossy.enable(run, 0)
-    steps(16)
+    steps(2)
     found["refused then"] = [half.refusal(run), lossy.refusal(run)]
     lossy.disable(run)
     steps(2)

@@ -1,19 +1,20 @@
-"""What is played for searches: time, a slow network, and compressors that are slow."""
+"""What is played for searches: time, a slow network, and compressors that lie."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from accel.comm.catalogue import CATALOGUE, Entry
+from accel.comm.cost_model.cost import Link, Network
 from accel.comm.engine import gradient_engine
 from accel.comm.half import Half
+from accel.comm.selection.planner import StepRecorder
 from accel.comm.selector import AutoComm
 
 SLOW_S = 0.02
@@ -21,13 +22,13 @@ SLOW_S = 0.02
 
 
 class PlayedTime:
-    """A clock of steps that goes on where a test says so, and by 1 ms at each look: no machine is too busy for it."""
+    """A clock of steps that goes on where a test says so, and by 10 us at each look: no machine is too busy for it."""
 
     def __init__(self) -> None:
         self._now, self._lock = 0.0, threading.Lock()
 
     def __call__(self) -> float:
-        self.spend(1e-3)
+        self.spend(1e-5)
         return self._now
 
     def spend(self, seconds: float) -> None:
@@ -47,30 +48,28 @@ def play_time(state: AutoComm) -> None:
     """Let the steps of a search last as long as what `spend` was asked for."""
     global _spend
     clock = PlayedTime()
-    _spend, state.clock = clock.spend, clock
+    _spend, state.recorder = clock.spend, StepRecorder(torch.device("cpu"), clock)
 
 
-class Slow(Half):
-    """A compressor that takes some time; with `later`, only from its second use on."""
+class Lying(Half):
+    """A compressor that is quick in a dry run and slow in earnest; below 0 it is as slow in both, and works for it."""
 
-    def __init__(self, seconds: float, later: bool) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.seconds, self.later = seconds, later
+        self.seconds = seconds
 
     def stages(self) -> Any:
         first, second = super().stages()
-        _used[self.seconds] += 1
-        waits = not self.later or _used[self.seconds] > 1
 
         def run(piece: Any, channel: Any) -> None:
-            if waits:
+            if self.seconds > 0 and threading.current_thread().name.startswith("accel-comm"):
                 spend(self.seconds)
+            end = time.thread_time() - self.seconds
+            while self.seconds < 0 and time.thread_time() < end:
+                pass
             first.run(piece, channel)
 
         return [first._replace(run=run), second]
-
-
-_used: Counter[float] = Counter()
 
 
 def slow_plain() -> None:
@@ -88,8 +87,13 @@ def slow_plain() -> None:
     gradient_engine.dist = Slow()  # type: ignore[assignment]
 
 
+def played_network(world: int, byte_s: float) -> Network:
+    link = Link(1e-4, 1e-5, byte_s)
+    return Network(world, 1, link, link, link, cores=4.0)
+
+
 def play_catalogue(entries: dict[str, tuple[float, str]]) -> None:
-    """Let the catalogue be of compressors that take so many seconds; below 0, as many once they are tried in turns."""
+    """Let the catalogue be of compressors that lie by so many seconds."""
     CATALOGUE.clear()
     for name, (seconds, level) in entries.items():
-        CATALOGUE[name] = Entry(partial(Slow, abs(seconds), seconds < 0), level)
+        CATALOGUE[name] = Entry(lambda seconds=seconds: Lying(seconds), level)  # type: ignore[misc]

@@ -5,11 +5,14 @@ Where cores are shared, memory is what a hook waits for. Counts don't depend on 
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from accel.comm.catalogue import SchemeSettings
 from accel.comm.compressor import Compressor
+from accel.comm.cost_model.dry_run import DryChannel
 from accel.comm.engine.pipeline import BucketJob
 from accel.comm.engine.reduction import arranged, pipeline_stages
 from accel.comm.half import Half
@@ -18,7 +21,6 @@ from accel.comm.layout import Layout
 from accel.comm.memory import Memory
 from accel.comm.powersgd import PowerSGD
 from accel.comm.ranks.topology import Topology
-from benchmarks.comm.dry_channel import DryChannel
 from tests.comm.memory_traffic import Traffic
 
 PAIR = Topology(((0,), (1,)))
@@ -31,7 +33,7 @@ def traffic(kind: Compressor, shapes: list[tuple[int, ...]], feedback: bool) -> 
         SchemeSettings(kind, False, feedback),
         arranged(PAIR, 0, False),
         memory,
-        lambda _, ranks: DryChannel(ranks),
+        lambda _, ranks: DryChannel(ranks, PAIR, time.perf_counter),
     )
     names = tuple(map(str, range(len(shapes))))
     layout = Layout(0, names, tuple(map(torch.Size, shapes)), torch.float32, is_last=True)

@@ -1,4 +1,4 @@
-"""The search on real ranks: what is allowed, agreement, falling back where first steps misled, and the verdict."""
+"""The search on real ranks: what is allowed, agreement, falling back when the prediction is wrong, and the verdict."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import CATALOGUE, LEVELS, Scheme
 from accel.comm.hooks import hook
-from accel.comm.selection.choice import named
 from accel.comm.selector import AutoComm
 from tests.comm.cases import SECONDS, WAIT, backward, gradients, message, module, same_everywhere
-from tests.comm.played_search import play_catalogue, play_time, slow_plain
+from tests.comm.played_search import SLOW_S, play_catalogue, play_time, played_network, slow_plain
 from tests.comm.ranks import on_ranks, run_ranks
 
 
@@ -37,7 +36,7 @@ def searched(ddp: DistributedDataParallel, state: AutoComm, rank: int) -> list[s
         schemes.append(str(state.scheme or "plain"))
     for step in range(3):
         assert same_everywhere(backward(ddp, gradients(rank, step)))
-    options = [] if state.choice is None else list(map(named, state.choice.screened))
+    options = [] if state.choice is None else [str(option) for option in state.choice.options]
     both: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(both, (schemes, options, state.scheme))
     assert all(one == both[0] for one in both)
@@ -52,8 +51,8 @@ def search_all(rank: int, world: int, level: str) -> tuple[list[Scheme], str]:
     ddp, state = automatic(level, watch=2, check=3)
     steps = searched(ddp, state, rank)
     assert state.settled
-    ways = [] if state.choice is None else state.choice.screened
-    considered, verdict = [way for way in ways if way is not None], state.verdict()
+    options = [] if state.choice is None else state.choice.options
+    considered, verdict = [option.scheme for option in options if option.scheme is not None], state.verdict()
     assert level in {"reduced", "lossy"} or len(steps) == 1
     state.close()
     return considered, verdict
@@ -90,22 +89,23 @@ def test_four_ranks_on_two_hosts_agree(rank: int, world: int) -> None:
 def played(
     rank: int, world: int, entries: dict[str, tuple[float, str]], allow: str = "reduced", slow: bool = True
 ) -> tuple[DistributedDataParallel, AutoComm, list[str], dict[str, float]]:
-    """Search among compressors that take so many seconds, on a network that is played to be slow."""
+    """Search among compressors that lie by so many seconds, on a network that is played to be slow."""
     play_catalogue(entries)
     if slow:
         slow_plain()
-    ddp, state = automatic(allow, watch=3, check=4)
+    nbytes = sum(p.nbytes for p in module().parameters())
+    ddp, state = automatic(allow, watch=3, check=4, network=played_network(world, SLOW_S / nbytes))
     play_time(state)
     schemes = searched(ddp, state, rank)
     assert state.choice is not None
-    return ddp, state, schemes, {named(way): step_s for way, step_s in state.choice.measured.items()}
+    return ddp, state, schemes, {str(option): step_s for option, step_s in state.choice.measured.items()}
 
 
 NOTHING = "gradients: left as they are, nothing helps on this network: a step takes "
 
 
 @on_ranks(2)
-def test_what_is_best_at_first_and_proves_so_is_taken(rank: int, world: int) -> None:
+def test_what_is_predicted_best_and_proves_so_is_taken(rank: int, world: int) -> None:
     ddp, state, schemes, measured = played(rank, world, {"quick": (0.0, "reduced")})
     assert str(state.scheme) == "quick"
     assert measured["quick"] < measured["plain"]
@@ -117,8 +117,9 @@ def test_what_is_best_at_first_and_proves_so_is_taken(rank: int, world: int) -> 
 
 
 @on_ranks(2)
-def test_where_first_steps_misled_the_next_best_is_tried(rank: int, world: int) -> None:
-    entries = {"fib": (-0.06, "reduced"), "true": (0.001, "lossy")}
+def test_a_wrong_prediction_makes_the_next_best_be_tried(rank: int, world: int) -> None:
+    # "fib" says that it sends less work than it does; "true" is what it says.
+    entries = {"fib": (0.06, "reduced"), "true": (0.0, "lossy")}
     _, state, schemes, measured = played(rank, world, entries, "lossy")
     assert list(dict.fromkeys(schemes))[:3] == ["plain", "fib", "true"]
     assert str(state.scheme) == "true"
@@ -128,7 +129,7 @@ def test_where_first_steps_misled_the_next_best_is_tried(rank: int, world: int) 
 
 @on_ranks(2)
 def test_where_nothing_keeps_its_promise_ddps_own_stays_and_the_hook_goes(rank: int, world: int) -> None:
-    ddp, state, schemes, _ = played(rank, world, {"fib": (-0.06, "reduced"), "lie": (-0.08, "reduced")})
+    ddp, state, schemes, _ = played(rank, world, {"fib": (0.06, "reduced"), "lie": (0.08, "reduced")})
     assert state.scheme is None
     assert {"fib", "lie"} <= set(schemes)
     assert state.verdict().startswith(NOTHING)
@@ -141,25 +142,25 @@ def test_where_nothing_keeps_its_promise_ddps_own_stays_and_the_hook_goes(rank: 
 
 
 @on_ranks(2)
-def test_where_first_steps_show_no_gain_nothing_is_tried(rank: int, world: int) -> None:
-    _, state, _, measured = played(rank, world, {"slow": (0.06, "reduced")}, slow=False)
+def test_where_the_model_sees_no_gain_nothing_is_tried(rank: int, world: int) -> None:
+    # The network is played to be slow, and real steps are not: the model is set right by them.
+    _, state, _, _ = played(rank, world, {"fib": (0.06, "reduced")}, slow=False)
     assert state.scheme is None
     assert state.verdict().startswith(NOTHING)
-    assert "the best, slow, took" in state.verdict()
-    assert not measured
+    assert "is predicted to take" in state.verdict() or "took" in state.verdict()
     state.close()
 
 
 @on_ranks(2)
 def test_closing_ends_the_search(rank: int, world: int) -> None:
-    for steps in (1, 4, 7):
+    for steps in (1, 4, 6):
         bare = module(bucket_cap_mb=25)
-        ddp, state = automatic("reduced", watch=2, check=30)
+        ddp, state = automatic("reduced", watch=2, check=30, network=played_network(world, 1e-9))
         for step in range(steps):
             backward(ddp, gradients(rank, step))
             backward(bare, gradients(rank, step))
         searching = not state.settled
-        assert searching or steps == 7
+        assert searching or steps == 6
         state.close()
         for step in range(steps, steps + 6):  # DDP's own all-reduce
             assert torch.equal(backward(ddp, gradients(rank, step)), backward(bare, gradients(rank, step))), steps
@@ -187,7 +188,7 @@ def test_a_resumed_run_searches_anew_and_keeps_its_settings(rank: int, world: in
 
 def dies_in_the_search(rank: int, world: int) -> str:
     """Let rank 1 end before all ranks choose."""
-    ddp, _ = automatic("reduced", watch=1, check=2, timeout=WAIT)
+    ddp, _ = automatic("reduced", watch=1, check=2, network=played_network(world, 1e-9), timeout=WAIT)
     for step in range(4):
         backward(ddp, gradients(rank, step))
     if rank == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from accel.comm import dgc
 from accel.comm.catalogue import SchemeSettings
 from accel.comm.compressor import RESIDUAL, Compressor, Exact
+from accel.comm.cost_model.dry_run import DryChannel
 from accel.comm.dgc import DGC
 from accel.comm.engine.pipeline import BucketJob
 from accel.comm.engine.reduction import Arrangement, arranged, pipeline_stages
@@ -23,7 +25,6 @@ from accel.comm.memory import Memory
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
 from accel.comm.ranks.topology import Topology
-from benchmarks.comm.dry_channel import DryChannel
 from tests.comm.cases import OneBitTwice
 from tests.comm.threaded_ranks import World
 
@@ -249,7 +250,7 @@ def test_nobody_asks_the_device_for_a_value(name: str, where: str, monkeypatch: 
         SchemeSettings(kind, hierarchical, kind.takes_feedback),
         arranged(topology, 0, hierarchical),
         memory,
-        lambda _, ranks: DryChannel(ranks),
+        lambda _, ranks: DryChannel(ranks, topology, time.perf_counter),
     )
     layout = Layout(0, tuple(map(str, range(len(SHAPES)))), tuple(map(torch.Size, SHAPES)), torch.float32, is_last=True)
     with torch.no_grad():
