@@ -1,4 +1,4 @@
-"""The contents of a report as data: sections of texts, lists, facts, tables and bars.
+"""The contents of a report as data: sections of texts, lists, facts, tables and pictures.
 
 The reports of `accel.optimize` and of `accel profile` are made into a `Document` each; `terminal.py` and `page.html.j2`
 lay any document out, and know nothing of reports.
@@ -8,17 +8,15 @@ Tones are `good`, `bad`, `warn`, `idle` and `strong`: styles of a terminal, clas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from accel.profiler.report import ReportHead
-from accel.report.words import finite, ms_text, plural
+from accel.report.words import plural
 
 SIGNS = {"good": "✓", "bad": "✗", "warn": "?", "idle": "○"}
 """Tone → sign with the same meaning, for output without colour."""
-SHADES = 10
-"""Number of fill classes in the style sheet; phases beyond it share them, and are distinguished by their numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,33 +47,33 @@ class Facts:
     """To be copied, like a command."""
 
 
-class BarPart(NamedTuple):
-    """A part of a bar on a page."""
+class Shape(NamedTuple):
+    """An element of a picture, as in SVG."""
 
-    shade: str
-    """Fill class; '' for a gap."""
-    name: str
-    text: str
-    percent: float
-    """Of the longest bar."""
-
-
-class Bar(NamedTuple):
-    """A bar of parts, from the left, under its label."""
-
-    label: str
-    text: str
-    parts: Sequence[BarPart]
+    tag: str
+    attributes: Mapping[str, object]
+    """None leaves one out."""
+    text: str = ""
+    tooltip: str = ""
+    inside: Sequence[Shape] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bars:
-    """Bars on one scale, on a page."""
+class Picture:
+    """A drawing on a page."""
 
+    name: str
+    """Unique in the document."""
     title: str
-    bars: Sequence[Bar]
-    mark: float | None = None
-    """Where a line crosses all of them, in percent."""
+    text: str = ""
+    """What it shows, in words."""
+    height: float
+    """Pixels."""
+    framed: bool = False
+    """Labels of its axes are outside of it."""
+    shapes: Sequence[Shape]
+    legend: Sequence[tuple[str, str]] = ()
+    """(fill class, meaning)."""
 
 
 class TableColumn(NamedTuple):
@@ -84,11 +82,13 @@ class TableColumn(NamedTuple):
     title: str
     left: bool
     """Contains words, not numbers: aligned left."""
+    only: Literal["", "terminal", "page"] = ""
+    """Where it is shown; '' is on both."""
 
 
-def columns(*specs: str) -> list[TableColumn]:
+def columns(*specs: str, only: Literal["", "terminal", "page"] = "") -> list[TableColumn]:
     """Return columns from their title and `<` for words or `>` for numbers, e.g. `phase<`."""
-    return [TableColumn(spec[:-1], spec[-1] == "<") for spec in specs]
+    return [TableColumn(spec[:-1], spec[-1] == "<", only) for spec in specs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +105,8 @@ class TableCell:
     """On a page, the number and colour of a phase stand before the text; 0 is none."""
     small: Sequence[str] = ()
     """On a page, more in small letters below the text."""
+    bar: Sequence[Shape] = ()
+    """On a page, drawn in place of the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +150,7 @@ class Card:
     """(who or what, what to do)."""
 
 
-Block = Paragraph | Listing | Facts | Table | Card | Bars
+Block = Paragraph | Listing | Facts | Table | Card | Picture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,37 +211,3 @@ def hidden_text(hidden: int, kind: str, noun: str) -> str:
     """Return what a terminal leaves out, e.g. `… 3 more lines are in the JSON report`; empty for nothing."""
     nouns = f"{noun} is" if hidden == 1 else f"{plural(noun)} are"
     return f"… {hidden} {kind} {nouns} in the JSON report" if hidden > 0 else ""
-
-
-def shade(number: int) -> str:
-    """Return the fill class of a phase by its number, from 1 on."""
-    return f"s{(number - 1) % SHADES}"
-
-
-def percent_of(value: float | None, whole: float) -> float:
-    """Return a part in percent of the whole, within 0…100; 0 for what can't be drawn."""
-    share = finite(value) or 0.0
-    return round(100 * min(max(share / whole, 0.0), 1.0), 3) if finite(whole) and whole > 0 else 0.0
-
-
-def stacks(title: str, by_label: Iterable[tuple[str, dict[str, float]]], names: Sequence[str]) -> Iterator[Bars]:
-    """Yield bars of phases on one scale, unless there is nothing to draw.
-
-    Args:
-        title: of the picture.
-        by_label: each bar's label, and the ms of its phases.
-        names: all phases in the order of their numbers.
-    """
-    drawable = [(label, {name: max(finite(ms) or 0.0, 0.0) for name, ms in part.items()}) for label, part in by_label]
-    longest = max((sum(part.values()) for _, part in drawable), default=0.0)
-    bars = []
-    for label, part in drawable:
-        parts = []
-        for name, ms in part.items():
-            number = names.index(name) + 1
-            text = f"{name}: {ms_text(ms)} ms"
-            parts.append(BarPart(shade(number), f"{number} {name}", text, percent_of(ms, longest)))
-        if parts:
-            bars.append(Bar(f"{label}: {ms_text(sum(part.values()))} ms", "", parts))
-    if bars:
-        yield Bars(title=title, bars=bars)

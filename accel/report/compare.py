@@ -99,10 +99,11 @@ def compare(
     old, new = sides
     # The batch is that of one rank: with another number of them, neither steps nor samples are the same work.
     by_samples = old.ranks == new.ranks and _has_other_batch(old.samples, new.samples)
-    notes = [*_differences(old, new), *old.warnings, *new.warnings]
+    notes = [*_differences(old, new, leave_out="samples_per_step" if by_samples else "")]
     if by_samples:
         samples = f"samples per step went from {ms_text(old.samples)} to {ms_text(new.samples)}"
         notes.append(f"{samples}; so samples/s are compared")
+    notes += [*old.warnings, *new.warnings]
     return ReportComparison(
         old_ms=1e3 * old.ms / old.samples if by_samples else old.ms,
         new_ms=1e3 * new.ms / new.samples if by_samples else new.ms,
@@ -123,7 +124,7 @@ class _Side:
     """In a step; 0 if not known."""
     ranks: int
     conditions: Mapping[str, object]
-    """What should be the same in both runs."""
+    """What should be the same in both runs; what a profile could not find out is left out."""
     warnings: Sequence[str]
     facts: Mapping[str, str]
     phases: Mapping[str, float]
@@ -139,10 +140,11 @@ def _pairs(old: Mapping[str, T], new: Mapping[str, T]) -> Iterator[tuple[str, tu
         yield name, (old.get(name), new.get(name))
 
 
-def _differences(old: _Side, new: _Side) -> Iterator[str]:
-    """Say what is not the same; a value that one report lacks is no difference."""
-    for name, (first, second) in _pairs(old.conditions, new.conditions):
-        if first and second and first != second:
+def _differences(old: _Side, new: _Side, leave_out: str) -> Iterator[str]:
+    """Say which conditions of both sides are not the same."""
+    for name, first in old.conditions.items():
+        second = new.conditions.get(name, first)
+        if first != second and name != leave_out:
             yield f"{name.replace('_', ' ')} went from {first!r} to {second!r}"
 
 
@@ -160,7 +162,7 @@ def _of_run(report: Report, which: str) -> _Side:
             f"the {which} report has no accelerated step time (accel_ms is {report.accel_ms!r}, "
             f"state {report.state!r}); {remedy}."
         )
-    names = ("model", "parameters", "fingerprint", "allow")
+    names = ("model", "parameters", "fingerprint", "allow", "samples_per_step")
     return _Side(
         ms=ms,
         samples=finite(report.samples_per_step) or 0.0,
@@ -189,11 +191,12 @@ def _of_profile(report: ProfileReport, which: str) -> _Side:
     phases: dict[str, float] = {}
     for node in report.evidence.children if report.evidence else ():
         phases[node.name] = phases.get(node.name, 0.0) + node.ms
+    conditions = {**{n: getattr(report.host, n) for n in names}, "number of ranks": ranks, "hosts": hosts}
     return _Side(
         ms=report.step_ms,
         samples=finite((report.samples_per_s or 0.0) * report.step_ms / 1e3) or 0.0,
         ranks=ranks,
-        conditions={**{n: getattr(report.host, n) for n in names}, "number of ranks": ranks, "hosts": hosts},
+        conditions={name: value for name, value in conditions.items() if value},
         warnings=warnings,
         facts={
             "samples/s": ms_text(report.samples_per_s),

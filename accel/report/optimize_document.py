@@ -6,11 +6,8 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 
-from accel.report import blocks
+from accel.report import blocks, pictures
 from accel.report.blocks import (
-    Bar,
-    BarPart,
-    Bars,
     Block,
     Document,
     Facts,
@@ -21,6 +18,7 @@ from accel.report.blocks import (
     TableCell,
     TableRow,
 )
+from accel.report.pictures import Axis, Bar, Part
 from accel.report.quiet_rich import cell_len
 from accel.report.report import NOTHING_REMEMBERED, Report, StrategyRow
 from accel.report.terminal import MAX_WIDTH, Page, clip
@@ -218,9 +216,9 @@ def _anatomy(report: Report) -> Iterator[Section]:
     rows.append(blocks.row("  sum of phases", before, "", after, "", tone="idle"))
     columns = blocks.columns("phase<", "before>", "share>", "after>", "share>")
     table = Table(columns=columns, rows=rows)
-    pictures = blocks.stacks("Phases of the step before and after", parts.items(), names)
+    drawn = pictures.phase_bars("Phases of the step before and after", parts, names)
     title = "step anatomy: median ms (> marks the longest phase now)"
-    yield Section(name="anatomy", title=title, blocks=[*pictures, table])
+    yield Section(name="anatomy", title=title, blocks=[*drawn, table])
 
 
 def _share_texts(part: dict[str, float], name: str) -> tuple[str, str]:
@@ -266,10 +264,11 @@ def _speed(report: Report) -> Iterator[Section]:
         return
     bars = []
     for name, ms, tone in (("before", plain, "idle"), ("after", accelerated, "good")):
-        text = f"{name}: {ms_text(ms)} ms"
-        bars.append(Bar(text, "", [BarPart(tone, "", text, blocks.percent_of(ms, max(plain, accelerated)))]))
+        text = f"{ms_text(ms)} ms"
+        bars.append(Bar(name, text, [Part(tone, "", f"{name}: {text}", 0.0, ms)]))
     title = "Median step before and after, interleaved in the closing trial"
-    yield Section(name="speed", title="before and after", blocks=[Bars(title=title, bars=bars)])
+    drawn = pictures.bars("steps", title, bars, Axis(high=max(plain, accelerated)), " ms")
+    yield Section(name="speed", title="before and after", blocks=[drawn])
 
 
 def _gains_picture(report: Report) -> Iterator[Block]:
@@ -277,15 +276,14 @@ def _gains_picture(report: Report) -> Iterator[Block]:
     rows = [row for row in report.rows if finite(row.gain) is not None]
     ends = [finite(end) for row in rows for end in (row.gain, row.gain_low, row.gain_high)]
     highest = max((end for end in ends if end is not None), default=1.0)
-    scale = 1.05 * max(highest, 1.0)
+    axis = Axis(high=1.05 * max(highest, 1.0))
     bars = []
     for row in rows:
-        low, high = (row.gain if finite(end) is None else end for end in (row.gain_low, row.gain_high))
-        begin = blocks.percent_of(low, scale)
-        width = max(blocks.percent_of(high, scale) - begin, 0.0)
+        low, high = (finite(row.gain if finite(end) is None else end) or 0.0 for end in (row.gain_low, row.gain_high))
         text = f"{gain_text(row.gain, row.gain_low, row.gain_high)} {row.status}"
-        span = BarPart(TONE_OF.get(row.status, "idle"), "", f"{name_text(row)}: {text}", round(width, 3))
-        bars.append(Bar(name_text(row), text, [BarPart("", "", "", begin), span]))
+        name, tone = name_text(row), TONE_OF.get(row.status, "idle")
+        # A gain without an interval is a line.
+        bars.append(Bar(name, text, [Part(tone, "", f"{name}: {text}", low, max(high, low + axis.high / 200))]))
     if bars:
         title = "Gain of each strategy against the run without it; right of the line (1.0x) is faster"
-        yield Bars(title=title, bars=bars, mark=blocks.percent_of(1.0, scale))
+        yield pictures.bars("gains", title, bars, axis, "x", mark=1.0)

@@ -1,4 +1,4 @@
-"""What the report of `accel profile` shows, as data: its sections."""
+"""What the report of `accel profile` shows, as data: its sections and their pictures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from accel.profiler.evidence import OpTime
 from accel.profiler.phases import MEANING
 from accel.profiler.report import Experiment, Finding, Node, ProfileReport, RankRow
-from accel.report import blocks, words
+from accel.report import blocks, pictures, words
 from accel.report.blocks import (
     Block,
     Card,
@@ -19,6 +19,7 @@ from accel.report.blocks import (
     Section,
     Table,
     TableCell,
+    TableColumn,
     TableRow,
 )
 from accel.report.terminal import clip
@@ -42,6 +43,7 @@ _OUTCOMES = {
 
 def document(report: ProfileReport) -> Document:
     """Lay out what the report of a profiled run shows."""
+    names = _phases(report)
     script = Facts(pairs=[("script", report.ended), ("trace", report.trace_file)])
     return Document(
         kind="accel profile",
@@ -53,9 +55,10 @@ def document(report: ProfileReport) -> Document:
         sections=[
             *_why(report),
             *blocks.listed("next", "next", Listing(items=report.next, mark="1. ")),
-            *_evidence(report),
+            *_evidence(report, names),
+            *_timeline(report, names),
             *_experiments(report.experiments),
-            *_ranks(report.ranks),
+            *_ranks(report.ranks, names),
             *_lines(report),
             *_operators(report),
             *_syncs(report),
@@ -64,6 +67,13 @@ def document(report: ProfileReport) -> Document:
             *blocks.ending(report, machine_text(report.host), report.host.model, script),
         ],
     )
+
+
+def _phases(report: ProfileReport) -> list[str]:
+    """List every phase once, in the order of the numbers that identify them on the page."""
+    parts = [node.name for node in report.evidence.children] if report.evidence else []
+    measured = [*(row.phases_ms for row in report.timeline), *(row.phases_ms for row in report.ranks)]
+    return list(dict.fromkeys([*parts, *words.phase_names(measured)]))
 
 
 def _lead(report: ProfileReport) -> Iterator[Paragraph]:
@@ -109,18 +119,18 @@ def _card(number: int, finding: Finding) -> Card:
 # --- the step --------------------------------------------------------------------------------------------------------
 
 
-def _evidence(report: ProfileReport) -> Iterator[Section]:
+def _evidence(report: ProfileReport, names: list[str]) -> Iterator[Section]:
     if report.evidence is None:
         return
     phases: dict[str, float] = {}
     for child in report.evidence.children:
         phases[child.name] = phases.get(child.name, 0.0) + child.ms
-    rows = [_part(depth, node, list(phases)) for depth, node in words.tree(report.evidence)]
+    rows = [_part(depth, node, names) for depth, node in words.tree(report.evidence)]
     yield Section(
         name="anatomy",
         title=f"where a step's time goes: mean of {words.count_text(report.steps, 'step')}, parts add up",
         blocks=[
-            *blocks.stacks("Phases of a mean step", [(report.evidence.name, phases)], list(phases)),
+            *pictures.phase_bars("Phases of a mean step", {report.evidence.name: phases}, names),
             Table(columns=blocks.columns("part<", "ms>", "share>", "of the step<", "<"), rows=rows),
             Paragraph(text=words.unattributed_text(report), tone="idle"),
         ],
@@ -141,6 +151,11 @@ def _part(depth: int, node: Node, names: list[str]) -> TableRow:
         TableCell(text=node.note or meaning, short=node.note, tone="idle"),
         depth=depth,
     )
+
+
+def _timeline(report: ProfileReport, names: list[str]) -> Iterator[Section]:
+    if report.timeline:
+        yield Section(name="steps", title="step by step", blocks=[pictures.timeline(report.timeline, names)])
 
 
 _RESTORED = "these steps did not train as usual; the state from before them was restored"
@@ -171,25 +186,35 @@ def _experiments(experiments: Sequence[Experiment]) -> Iterator[Section]:
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def _ranks(ranks: Sequence[RankRow]) -> Iterator[Section]:
+def _ranks(ranks: Sequence[RankRow], names: list[str]) -> Iterator[Section]:
     if len(ranks) < 2:
         return
-    longest = _longest(ranks, words.phase_names(row.phases_ms for row in ranks))
-    columns = blocks.columns(
-        "rank<", "host<", "step>", *(f"{name}>" for name in longest), "rest>", "run/wait/asleep %>"
-    )
+    phases = words.phase_names(row.phases_ms for row in ranks)
+    longest = _longest(ranks, phases)
+    columns = [
+        *blocks.columns("rank<", "host<", "step>"),
+        *blocks.columns("phases<", only="page"),
+        *(TableColumn(name, left=False, only="" if name in longest else "page") for name in phases),
+        *blocks.columns("rest>", only="terminal"),
+        *blocks.columns("run/wait/asleep %>"),
+        *blocks.columns("steps>", only="page"),
+    ]
     slowest = sorted(ranks, key=lambda row: (not row.straggler, -(finite(row.step_ms) or 0.0)))[:RANK_LIMIT]
+    stacks = [pictures.stacked({name: row.phases_ms.get(name, 0.0) for name in phases}, names) for row in ranks]
+    axis = pictures.Axis(high=max((parts[-1].end for parts in stacks if parts), default=0.0))
     rows = []
-    for each in ranks:
+    for each, parts in zip(ranks, stacks, strict=True):
         rest = sum(finite(ms) or 0.0 for name, ms in each.phases_ms.items() if name not in longest)
         tone, sign, straggler = ("warn", "▲", " straggler") if each.straggler else ("", "", "")
         line = blocks.row(
             TableCell(text=f"{each.rank}{straggler}", tone=tone, sign=sign),
             each.host,
             ms_text(each.step_ms),
-            *(ms_text(each.phases_ms.get(name)) for name in longest),
+            TableCell(text="", bar=pictures.strip(parts, axis)),
+            *(ms_text(each.phases_ms.get(name)) for name in phases),
             ms_text(rest),
             "-" if each.thread is None else "/".join(map(words.number_text, vars(each.thread).values())),
+            str(each.steps),
             tone=tone,
         )
         rows.append(replace(line, page_only=each not in slowest))
@@ -227,25 +252,30 @@ def _operators(report: ProfileReport) -> Iterator[Section]:
         if roofs:
             yield Section(name="operators", title="roofline", blocks=[Paragraph(text=roofs)])
         return
-    columns = blocks.columns("operator<", "kind<", "calls>", "ms>", "share>", "GFLOP/s>", "GB/s>", "of roof>")
-    rows, more = _limited([_operator(op, report) for op in report.ops], "operator")
+    columns = [
+        *blocks.columns("operator<", "kind<", "calls>", "ms>", "share>", "GFLOP/s>", "GB/s>"),
+        *blocks.columns("FLOP/byte>", only="page"),
+        *blocks.columns("of roof>"),
+    ]
+    rows, more = _limited([_operator(number, op, report) for number, op in enumerate(report.ops, start=1)], "operator")
     short = "* a call is so short that launching it costs more than doing it"
     notes = [short] if any(op.small for op in report.ops) else []
     notes += words.roof_notes(report.ops, report.roofline)
     notes += [f"roof, {roofs}"] if roofs else []
     table = Table(columns=columns, rows=rows, more=more)
     paragraphs = [Paragraph(text=note, tone="idle") for note in notes]
-    yield Section(name="operators", title="operators, per step", blocks=[table, *paragraphs])
+    drawn = pictures.roofline(report.ops, report.roofline)
+    yield Section(name="operators", title="operators, per step", blocks=[*drawn, table, *paragraphs])
 
 
-def _operator(op: OpTime, report: ProfileReport) -> TableRow:
+def _operator(number: int, op: OpTime, report: ProfileReport) -> TableRow:
     mark = " *" if op.small else ""
     # A GPU kernel's name is a whole C++ template.
     return blocks.row(
-        TableCell(text=f"{op.name}{mark}", short=clip(clean(op.name[:200]), 29) + mark),
+        TableCell(text=f"{number} {op.name}{mark}", short=clip(clean(op.name[:200]), 29) + mark),
         op.kind,
         *(ms_text(op.calls), ms_text(op.ms), percent_text(op.share)),
-        *(ms_text(op.gflops), ms_text(op.gb_per_s)),
+        *(ms_text(op.gflops), ms_text(op.gb_per_s), ms_text(op.intensity)),
         words.roof_share_text(op, report.roofline),
     )
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from accel.profiler.report import ProfileReport
 from accel.report import optimize_document, profile_document, terminal
-from accel.report.blocks import SIGNS, Card, Document, Section, Table, shade
+from accel.report.blocks import SIGNS, Card, Document, Section, Table
+from accel.report.pictures import shade
 from accel.report.report import Report
 from accel.report.words import clean, percent_text
 

@@ -10,6 +10,7 @@ import io
 import os
 import shutil
 import sys
+from itertools import compress
 from typing import TextIO
 
 from accel.report import blocks
@@ -75,11 +76,12 @@ class Page:
     def table(self, table: blocks.Table) -> None:
         """Write a table, with what does not fit into a column below one another."""
         grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=TONES["idle"])
-        for title, left in table.columns:
+        is_shown = [column.only != "page" for column in table.columns]
+        for title, left, _ in compress(table.columns, is_shown):
             grid.add_column(Text(self._safe(title)), justify="left" if left else "right", overflow="fold")
         for row in table.rows:
             if not row.page_only:
-                texts = [self._cell(cell) for cell in row.cells]
+                texts = [self._cell(cell) for cell in compress(row.cells, is_shown)]
                 texts[0].pad_left(2 * min(row.depth, _MAX_DEPTH))
                 grid.add_row(*texts)
         if grid.row_count:
@@ -146,7 +148,7 @@ def render(
     for sentence in document.lead:
         _block(page, sentence)
     for section in document.sections:
-        if any(not isinstance(block, blocks.Bars) for block in section.blocks):
+        if any(not isinstance(block, blocks.Picture) for block in section.blocks):
             page.heading(section.title)
         for block in section.blocks:
             _block(page, block)

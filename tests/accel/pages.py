@@ -1,9 +1,11 @@
-"""What tests look for on a page: its tags, its words and its bars."""
+"""What tests look for on a page: its tags, its words and its pictures."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 VOID = {"meta", "br"}
 
@@ -50,8 +52,31 @@ class Page(HTMLParser):
         return [(tag, sorted(attributes)) for tag, attributes in self.tags]
 
 
-def bars(html: str, title: str) -> list[list[tuple[str, float]]]:
-    """Return the parts of each bar of a picture: their fill class, and their width in percent."""
-    picture = html[html.index(f'aria-label="{title}') :].partition("\n</div>\n")[0]
-    parts = [re.findall(r'<span class="(\w*)" [^>]*style="width: ([^%]*)%"', line) for line in picture.splitlines()]
-    return [[(shade, float(width)) for shade, width in each] for each in parts if each]
+def pictures(html: str) -> dict[str, ElementTree.Element]:
+    """Return the outermost drawings by the first part of their title's id, parsed as XML."""
+    drawings: dict[str, ElementTree.Element] = {}
+    depth, start = 0, 0
+    for match in re.finditer(r"<svg\b|</svg>", html):
+        if match[0] == "<svg":
+            start = match.start() if depth == 0 else start
+            depth += 1
+        else:
+            depth -= 1
+            if depth == 0:
+                drawing = ElementTree.fromstring(html[start : match.end()])
+                drawings[drawing.get("aria-labelledby", f"bar {len(drawings)}").split("-")[0]] = drawing
+    assert depth == 0
+    return drawings
+
+
+def number(element: ElementTree.Element, name: str) -> float:
+    return float(element.get(name, "0").rstrip("%"))
+
+
+def places(drawings: Iterable[ElementTree.Element]) -> Iterable[float]:
+    """Yield every place in percent along the width."""
+    for drawing in drawings:
+        for element in drawing.iter():
+            for name in ("x", "x1", "x2", "width", "cx"):
+                if element.get(name, "").endswith("%"):
+                    yield number(element, name)

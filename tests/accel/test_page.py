@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from accel.profiler.phases import PHASES
 from accel.profiler.report import ProfileReport
 from accel.report import Report
-from accel.report.blocks import SHADES
+from accel.report.pictures import SHADES, Axis
 from accel.report.rendering import as_page
 from tests.accel import profile_reports, run_reports
-from tests.accel.pages import Page
+from tests.accel.pages import Page, pictures, places
 
 HOSTILE = {
     "script": "<script>alert(1)</script>",
@@ -53,7 +53,10 @@ def test_page_is_well_formed_and_accessible(report: Any) -> None:
     assert len(ids) == len(set(ids))
     for _, attributes in page.tags:
         assert set(attributes.get("aria-labelledby", "").split()) <= set(ids)
-    assert all(picture["aria-label"] for picture in page.having("div") if picture.get("role") == "img")
+    for name, picture in pictures(html).items():
+        if not name.startswith("bar"):
+            assert picture.get("role") == "img"
+            assert f"{name}-title" in ids
     assert "None" not in page.text().replace("None was", "")
     assert not re.search(r"\bnan\b|\binf\b", page.text())
 
@@ -98,7 +101,7 @@ def test_text_stands_out_in_both_schemes() -> None:
         for ink in ("--ink", "--muted", "--good", "--bad", "--warn", "--idle"):
             for paper in ("--page", "--card"):
                 assert _contrast(colours[ink], colours[paper]) >= 4.5, (ink, paper)
-    shades = re.findall(r"\.s\d \{ color: #000000; background: (#\w{6});", style)
+    shades = re.findall(r"\.s\d \{ fill: (#\w{6});", style)
     assert len(shades) == len(set(shades)) == SHADES >= len(PHASES)
     assert all(_contrast("#000000", shade) >= 4.5 for shade in shades)
 
@@ -133,6 +136,13 @@ def test_characters_no_page_may_hold_are_stripped(make: Callable[..., Any]) -> N
 
 
 @of_both_kinds
+def test_text_inside_a_picture_is_clipped(make: Callable[..., Any]) -> None:
+    inside = [word for tag, word in Page(as_page(make("x" * 5000))).words if tag == "text"]
+    assert inside
+    assert all(len(word) < 60 for word in inside)
+
+
+@of_both_kinds
 @settings(deadline=None)  # the machine may be busy
 @given(text=st.text(st.characters(), min_size=1, max_size=40), value=st.floats())
 @example(text="negative", value=-1.0)
@@ -142,4 +152,22 @@ def test_any_text_and_number_give_a_whole_page(make: Callable[..., Any], text: s
     html = as_page(make(text, value))
     html.encode("utf-8")
     Page(html)
-    assert all(0 <= float(width) <= 100 for width in re.findall(r"width: ([^%]*)%", html.partition("</style>")[2]))
+    assert all(0 <= place <= 100 for place in places(pictures(html).values()))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.0, 26.0, ["0", "10", "20"]),
+        (0.0, 0.8, ["0", "0.2", "0.4", "0.6", "0.8"]),
+        (0.85, 1.55, ["1", "1.2", "1.4"]),
+        (0.0, 1234.0, ["0", "500", "1000"]),
+        (0.0, 0.0, []),
+        (0.0, float("inf"), []),
+        (0.0, 5e-324, []),
+    ],
+)
+def test_ticks_are_round_and_few(low: float, high: float, labels: list[str]) -> None:
+    axis = Axis(low=low, high=high)
+    assert [text for _, text in axis.ticks()] == labels
+    assert all(0 <= at <= 100 for at, _ in axis.ticks())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from accel.report import Event, Report
 from accel.report.rendering import as_page
 from tests.accel import run_reports
-from tests.accel.pages import Page, bars
+from tests.accel.pages import Page, number, pictures
 from tests.accel.run_reports import row
 
 
@@ -41,23 +40,27 @@ def test_unfinished_run_is_marked() -> None:
 
 
 def test_bars_start_at_zero_and_keep_the_ratio() -> None:
-    html = as_page(_report())
-    assert bars(html, "Median step before") == [[("idle", 100.0)], [("good", 40.0)]]
+    bars = pictures(as_page(_report()))["steps"].findall("svg")
+    assert [(bar.get("x"), bar.get("width")) for bar in bars] == [("0.0%", "100.0%"), ("0.0%", "40.0%")]
 
 
-def test_phases_lie_end_to_end_on_one_scale() -> None:
-    stacks = bars(as_page(_report()), "Phases of the step")
-    assert stacks == [[("s0", 20.0), ("s1", 80.0)], [("s0", 4.0), ("s1", 36.0)]]
+def test_anatomy_segments_lie_end_to_end_on_one_scale() -> None:
+    parts = pictures(as_page(_report()))["phases"].findall("svg")
+    assert [(part.get("x"), part.get("width")) for part in parts] == [
+        ("0.0%", "20.0%"),
+        ("20.0%", "80.0%"),
+        ("0.0%", "4.0%"),
+        ("4.0%", "36.0%"),
+    ]
 
 
 def test_spans_are_the_intervals_and_one_is_marked() -> None:
-    html = as_page(_report())
-    ((_, low), (kept, wide)), ((_, least), (undone, narrow)) = bars(html, "Gain of each strategy")
-    (one,) = re.findall(r"background-position-x: ([^%]*)%", html)
+    gains = pictures(as_page(_report()))["gains"]
+    (one,) = (number(line, "x1") for line in gains.findall("line") if line.get("class") == "dashed")
+    kept, undone = ((number(span, "x"), number(span, "width")) for span in gains.findall("svg"))
     # All of the kept strategy's interval is right of no change, all of the undone one's left of it.
-    assert (kept, undone) == ("good", "bad")
-    assert least + narrow < float(one) < low < low + wide <= 100
-    assert wide / narrow == pytest.approx(0.14 / 0.1, abs=0.01)
+    assert undone[0] + undone[1] < one < kept[0] < kept[0] + kept[1] <= 100
+    assert kept[1] / undone[1] == pytest.approx(0.14 / 0.1, abs=0.01)
 
 
 def test_all_events_are_shown() -> None:
