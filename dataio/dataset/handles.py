@@ -6,13 +6,16 @@ Neither may a database connection or an HDF5 file be used on both sides. So as l
 for processes, none is forked when
 
 - such a handle can be reached from the dataset, the collate function, or the globals and closures of their code,
-- or something is reached of which that is not known, or that gives what comes next (an iterator).
+- something is reached of which that is not known, or that gives what comes next (an iterator),
+- or a file that was open before a fetch was seen to stand elsewhere after it.
 """
 
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import io
+import os
 import socket
 from typing import Any
 
@@ -126,3 +129,36 @@ def _is_live(thing: Any) -> bool:
         return bool(thing)
     except ours():
         return True
+
+
+# -- what is seen of the system ----------------------------------------------------------------------------------------
+
+
+def positions() -> dict[str, int]:
+    """Return where each file that is open for reading stands; nothing where the system doesn't tell (/proc).
+
+    Where standard output and errors go is left out: whoever writes to it moves it, other threads and processes too.
+    """
+    open_at: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        printed_to = ("/proc/self/fd/1", "/proc/self/fd/2")
+        written = {os.readlink(each) for each in printed_to if os.path.lexists(each)}
+        for number in os.listdir("/proc/self/fdinfo"):
+            with contextlib.suppress(OSError, ValueError):
+                path = os.readlink(f"/proc/self/fd/{number}")
+                if path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/memfd:")) and path not in written:
+                    position, writes_only = _place(number)
+                    if not writes_only:
+                        open_at[f"{path} ({number})"] = position
+    return open_at
+
+
+def _place(number: str) -> tuple[int, bool]:
+    with open(f"/proc/self/fdinfo/{number}") as file:
+        lines = dict(line.split(":", 1) for line in file if ":" in line)
+    return int(lines["pos"]), int(lines["flags"], 8) & os.O_ACCMODE == os.O_WRONLY
+
+
+def moved(before: dict[str, int], after: dict[str, int]) -> str:
+    """Return a file that was open on both sides and has another position, '' if there is none."""
+    return next((name for name, at in before.items() if after.get(name, at) != at), "")

@@ -44,13 +44,14 @@ class LoaderEngines:
     """Makes engines by their settings, where they may be had.
 
     Attributes:
+        moved_file: one that was open before a fetch, and has been read from by it.
         changing: what fetching was seen to change.
         slowest_s: of the batches made in the loop's own thread.
     """
 
     def __init__(self, loader: DataLoader[Any], options: Options) -> None:
         self.loader, self.options = loader, options
-        self.changing = ""
+        self.moved_file = self.changing = ""
         self.slowest_s = 0.0
         self._accepted = ""  # of `shared_handle`, when the user's own workers were started
         self._engines: dict[Setting, Engine] = {}
@@ -107,6 +108,8 @@ class LoaderEngines:
         loader = self.loader
         if setting.mode == "inline":
             return InlineEngine(loader)
+        if not self.asked and self.moved_file:
+            raise HandleShared(f"fetching reads from a file that was open before: {self.moved_file}")
         if setting.mode == "threads":
             # Who asked for worker processes did not ask for threads; and a dataset may have opened its file since.
             asked = self.options.mode == "threads" or self.declared_safe

@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from accel.dataio.engine.engine import BatchJob, Engine
@@ -32,6 +34,9 @@ class IndexLists:
 
     `is_on_demand`: each is drawn when the loop asks for it. `is_ahead`: they are those of copies of
     the samplers.
+
+    torch's `BatchSampler` reads its batch size at each list (with drop_last only when an epoch begins). A list that was
+    given back after the loop has set it is as long as it would be drawn now.
     """
 
     def __init__(
@@ -44,6 +49,10 @@ class IndexLists:
         is_ahead: bool = False,
     ) -> None:
         self._loader, self._lists = loader, indices
+        outer = loader._index_sampler
+        self._batches = outer if type(outer) is BatchSampler and not outer.drop_last else None
+        self._size, self._is_uneven = self._size_now, False  # of the lists drawn
+        self._rest: list[Any] = []  # left over of a longer one
         self.exhausted = self._is_drawing = False
         self._owes_end = is_ahead and draws_at_end(loader) and not _is_single(loader)
         self._generator = ordering(loader).generator if draws_at_end(loader) and not is_ahead else None
@@ -57,9 +66,32 @@ class IndexLists:
         return self
 
     def __next__(self) -> Any:
-        indices = self._next()
+        size = self._size_now
+        self._is_uneven = self._is_uneven or size != self._size
+        indices = self._joined(size) if self._is_uneven else self._next()
         if self.is_on_demand and self.is_cut_short(indices):
             self.end()
+        return indices
+
+    @property
+    def _size_now(self) -> int:
+        return 0 if self._batches is None else self._batches.batch_size
+
+    @property
+    def has_new_size(self) -> bool:
+        """Whether the loop has set another batch size since lists were drawn."""
+        return self._size_now != self._size
+
+    def _joined(self, size: int) -> list[Any]:
+        """Return a list of this length, of those that are drawn or were given back."""
+        while len(self._rest) < size:
+            try:
+                self._rest += self._next()
+            except StopIteration:
+                break
+        indices, self._rest = self._rest[:size], self._rest[size:]
+        if not indices:
+            raise StopIteration
         return indices
 
     def _next(self) -> Any:
@@ -68,7 +100,7 @@ class IndexLists:
         if self._error is not None:
             raise self._error
         try:
-            return next(self._lists) if self._generator is None else self._drawn()
+            return _copied(next(self._lists) if self._generator is None else self._drawn())
         except StopIteration:
             self.exhausted = True
             if self.is_on_demand:
@@ -119,7 +151,9 @@ class IndexLists:
             )
         if jobs:
             self.next_number, self.exhausted = jobs[0].number, False
-        self._back.extendleft(job.indices for job in reversed(jobs))
+        rest, self._rest = self._rest, []
+        self._back.extendleft(reversed([*(job.indices for job in jobs), *([rest] if rest else [])]))
+        self._is_uneven, self._size = self._is_uneven or self.has_new_size, self._size_now
 
     # -- as jobs -----------------------------------------------------------------------------------
 
@@ -143,6 +177,13 @@ class IndexLists:
         self.next_number += 1
         self._is_drawing = False
         return True
+
+
+def _copied(indices: Any) -> Any:
+    """Return an index list that stays as it is: a sampler may yield one list again and again, with other indices."""
+    if type(indices) is list or isinstance(indices, np.ndarray):
+        return indices.copy()
+    return indices.clone() if isinstance(indices, Tensor) else indices
 
 
 def _is_single(loader: DataLoader[Any]) -> bool:
@@ -242,9 +283,9 @@ class EpochJobs:
         self.lists.number(self.lists.base_seed, self.lists.next_number)
         self._given, self.failed, self.following = self.served, False, None
 
-    def give_lists_back(self) -> None:
-        """Have the lists under way be drawn again, as the loop asks for them."""
-        self.lists.is_on_demand = True
+    def give_lists_back(self, *, is_on_demand: bool = True) -> None:
+        """Have the lists under way be drawn again, each as the loop asks for it unless the engine goes on."""
+        self.lists.is_on_demand = is_on_demand
         self.lists.give_back([job for job in self._jobs if job.number >= self.served])
         self._jobs.clear()
 

@@ -315,6 +315,7 @@ class Measured:
         watch = self._watch
         assert watch is not None
         batch = watch.around(continuous.fetch)
+        self._engines.moved_file = self._engines.moved_file or watch.moved_file
         if watch.finding:
             self._engines.changing = watch.finding
             self.tuner.forbid_threads(watch.finding)

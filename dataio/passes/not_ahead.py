@@ -9,6 +9,7 @@ take one in two hundred of the loop's time.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,13 +45,15 @@ class AheadCheck:
         strict: bool,
         whole: bool = False,
         seeded: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._loader, self.strict, self._whole, self._seeded = loader, strict, whole, seeded
+        self._clock = clock
         self.watch: DatasetWatch | None = None
         self._sampler_finding = ""
         self._renewals = self.seen = self.compared = 0
         self._is_due = False
-        self._began, self._spent_s, self._last_s = time.perf_counter(), 0.0, 0.0
+        self._began, self._spent_s, self._last_s = clock(), 0.0, 0.0
 
     def look(self, watch: DatasetWatch | None) -> None:
         """Watch from now on what the loop changes of what fetching reads; None for nothing."""
@@ -86,7 +89,7 @@ class AheadCheck:
         if not self.strict or self.watch is None:
             return
         self.seen += 1
-        now = time.perf_counter()
+        now = self._clock()
         if not self._is_due and self._spent_s + self._last_s > _SHARE * (now - self._began):
             return
         fetch = fetch_of(self._loader).of(self._loader.dataset)  # past what a cache knows
@@ -101,5 +104,5 @@ class AheadCheck:
         if draws and not is_seeded:
             raise NotAhead("fetching a sample draws random numbers")
         self.compared += 1
-        self._is_due, self._last_s = False, time.perf_counter() - now
+        self._is_due, self._last_s = False, self._clock() - now
         self._spent_s += self._last_s

@@ -159,6 +159,9 @@ class PrefetchAcrossEpochs:
             self._redraw()
         epoch = self.epoch
         epoch.ahead = None
+        if epoch.lists.has_new_size and epoch.waiting:
+            epoch.take_back(self.engine)
+            epoch.give_lists_back(is_on_demand=False)
         self.check.refuse()
         self._fill()
 

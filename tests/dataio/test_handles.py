@@ -7,10 +7,12 @@ import gzip
 import io
 import itertools
 import logging
+import os
 import random
 import re
 import socket
 import sqlite3
+import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from accel.dataio.dataset import handles
-from accel.dataio.dataset.handles import HandleShared, check_fork, shared_handle
+from accel.dataio.dataset.handles import HandleShared, check_fork, moved, positions, shared_handle
 from accel.dataio.dataset.thread_safety import unsafe
 from accel.dataio.engine.processes import ProcessEngine
 from accel.dataio.loader import ContinuousLoader
@@ -150,6 +152,16 @@ def test_auto_reads_every_record_of_it_right(hold: Any, path: Path, monkeypatch:
         assert re.search(r"fork\(1\).*HandleShared", loader.explain())
 
 
+def test_a_file_that_no_walk_finds_is_seen_to_move(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handles, "reachable", lambda *roots: iter(()))
+    _try_everything(monkeypatch)
+    with ContinuousLoader(DataLoader(_of_the_module(path), 4), num_workers=2) as loader:
+        for _ in range(12):
+            assert (torch.cat(list(loader)) == torch.arange(LENGTH)[:, None]).all()
+        assert "fetching reads from a file that was open before" in loader.explain()
+        assert loader.setting == "inline"
+
+
 def test_one_who_asked_for_workers_gets_them(path: Path) -> None:
     loader = DataLoader(_attribute(path), 4)
     engine = ProcessEngine(loader, 1, start_method="fork")
@@ -193,6 +205,37 @@ def test_workers_that_the_user_asked_for_are_forked_before_the_loop_opens_anythi
     assert own.search(told)
     assert re.search(r"threads .*HandleShared", told)  # workers were asked for, threads were not
     assert re.search(r"fork\(1\) .*HandleShared: the dataset._file is an open file", told)
+
+
+def test_positions_are_those_of_files_open_for_reading(path: Path, tmp_path: Path) -> None:
+    with path.open("rb", buffering=0) as file, (tmp_path / "log").open("w") as log:
+        before = positions()
+        file.read(3)
+        log.write("written")
+        log.flush()
+        after = positions()
+        name = moved(before, after)
+
+    assert name.startswith(str(path))
+    assert after[name] - before[name] == 3
+    assert moved(after, positions()) == ""  # one that was closed meanwhile has not moved
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_is_printed_moves_no_file(number: int) -> None:
+    """Standard output may be a file that is open for reading too, as under pytest, and any process may write to it."""
+    kept = os.dup(number)
+    try:
+        with tempfile.TemporaryFile() as file:
+            os.dup2(file.fileno(), number)
+            before = positions()
+            os.write(number, b"from another thread")
+            after = positions()
+    finally:
+        os.dup2(kept, number)
+        os.close(kept)
+
+    assert moved(before, after) == ""
 
 
 def _try_everything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import enum
+import importlib
 import itertools
 import os
 import random
@@ -11,6 +13,7 @@ import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,6 +188,28 @@ def test_what_is_looked_up_by_texts_can_not_be_seen() -> None:
     assert "looks things up by texts" in refused(DataLoader(ByText(8), batch_size=4))
 
 
+def test_a_module_that_a_function_imports_by_its_place_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "config.py").write_text("SHIFT = 1\n")
+    (package / "data.py").write_text(
+        "class Data:\n"
+        "    def __len__(self):\n        return 8\n"
+        "    def __getitem__(self, index):\n"
+        "        from . import config\n        from .config import SHIFT\n        return index + SHIFT\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = importlib.import_module("package_of_mine.data").Data()
+    data[0]
+    watch = DatasetWatch(Fetch(data, list, batched=True))
+    assert not watch.changed()
+    monkeypatch.setattr(sys.modules["package_of_mine.config"], "SHIFT", 2)
+    assert watch.changed()
+
+
 def test_a_sampler_that_the_loop_puts_in_place_of_torch_s_is_not_read_ahead() -> None:
     def seen(loader: Any) -> list[list[int]]:
         found, loop = [], Loop()
@@ -223,11 +248,14 @@ def samplers(data: Any) -> dict[str, Callable[[], Any]]:
 @given(
     kind=st.sampled_from(sorted(samplers(Numbers(LENGTH)))),
     drop_last=st.booleans(),
+    sizes=st.dictionaries(st.integers(0, 15), st.integers(1, 7), max_size=4),
     switches=st.sets(st.integers(0, 15), max_size=6),
     threads=st.integers(1, 3),
 )
-def test_workers_may_be_switched_at_any_batch(kind: str, drop_last: bool, switches: set[int], threads: int) -> None:
-    """Lists that were drawn before are not lost, and numbers that the loop draws are its own."""
+def test_workers_may_be_switched_and_the_batch_size_set_at_any_batch(
+    kind: str, drop_last: bool, sizes: dict[int, int], switches: set[int], threads: int
+) -> None:
+    """Lists that were drawn before are as they would be drawn now, and numbers that the loop draws are its own."""
     data = Numbers(LENGTH)
 
     def make() -> DataLoader[Any]:
@@ -235,10 +263,11 @@ def test_workers_may_be_switched_at_any_batch(kind: str, drop_last: bool, switch
 
     def seen(loader: Any, switch: Callable[[], None]) -> list[list[int]]:
         torch.manual_seed(0)
-        found = []
+        found, outer = [], loader.batch_sampler
         for _ in range(2):
             for number, batch in enumerate(loader):
                 found.append([*indices(batch), int(torch.randint(1000, ()))])
+                outer.batch_size = sizes.get(number, outer.batch_size)
                 if number in switches:
                     switch()
         return found
@@ -257,18 +286,7 @@ def test_workers_may_be_switched_at_any_batch(kind: str, drop_last: bool, switch
     assert listener.failures == []
 
 
-@pytest.mark.parametrize("own", [None, torch.Generator()])
-def test_a_batch_size_that_the_loop_sets_holds_after_the_lists_that_are_drawn(own: torch.Generator | None) -> None:
-    plain = DataLoader(Numbers(LENGTH), 4, shuffle=True, generator=own)
-    with ContinuousLoader(plain, mode="threads", num_workers=1) as loader:
-        sizes = []
-        for batch in loader:
-            sizes.append(len(batch))
-            loader.batch_sampler.batch_size = 2
-        assert sizes[:4].count(4) >= 3 and sum(sizes) == LENGTH and sizes[-1] == 2
-
-
-def test_a_generator_that_the_loop_draws_from_too() -> None:
+def test_a_generator_that_the_loop_draws_from_too_is_not_drawn_from_early() -> None:
     def seen(loader: Any) -> list[list[int]]:
         drawn = torch.Generator().manual_seed(3)
         loader.sampler.generator = drawn
@@ -432,6 +450,21 @@ def test_a_change_of_any_kind_is_in_the_next_batch(how: str, change: str, when: 
         assert all("within an epoch" in each for each in listener.failures)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_environment_is_read_anew_in_each_epoch(workers: int) -> None:
+    def seen(loader: Any) -> list[float]:
+        found = []
+        for epoch in range(3):
+            os.environ["ACCEL_TEST_SHIFT"] = str(epoch)
+            found.append(float(torch.cat(list(loader)).sum()))
+        return found
+
+    data, _ = _begin()
+    wanted = seen(DataLoader(data, 4))
+    with ContinuousLoader(DataLoader(data, 4, num_workers=workers), mode="fork", num_workers=1) as loader:
+        assert seen(loader) == wanted
+
+
 def test_what_the_loop_puts_back_before_it_asks_is_seen_by_threads() -> None:
     """As in an evaluation between two batches: the batches made meanwhile are not those of the training."""
 
@@ -497,6 +530,28 @@ def test_a_change_that_cannot_be_seen_is_found_by_comparing_batches(threads: boo
     workers.close()
 
 
+def test_comparing_takes_one_in_two_hundred_of_the_time() -> None:
+    """Each comparison takes 1 s here, and a step 10 s."""
+    now = [0.0]
+
+    class Timed(Numbers):
+        def __getitem__(self, index: int) -> Tensor:
+            now[0] += 0.25
+            return super().__getitem__(index)
+
+    data = Timed(LENGTH)
+    check = AheadCheck(DataLoader(data, 4), strict=True, clock=lambda: now[0])
+    check.look(Fetch(data, default_collate, batched=True))
+    check.switched()
+    compared = []
+    for _ in range(50):
+        check.compare(BatchJob([0, 1, 2, 3], None), default_collate([Numbers.__getitem__(data, i) for i in range(4)]))
+        compared.append(check.compared)
+        now[0] += 10
+    assert (compared[0], compared[19], compared[39], compared[-1]) == (1, 1, 1, 2)
+    assert check.seen == 50
+
+
 def test_a_comparison_draws_no_numbers_of_the_loops() -> None:
     """Threads don't notice that a sample draws: the batch that the loop makes beside theirs does."""
 
@@ -553,6 +608,15 @@ class Reads(Numbers):
         return torch.as_tensor(float(self.read(self.held, index)))
 
 
+def _set_global(held: Any) -> None:
+    global SCALE
+    SCALE = 2
+
+
+def _into_builtins(held: Any) -> None:
+    builtins.accel_level = 2  # type: ignore[attr-defined]
+
+
 def _by_text(held: Any, index: int) -> Any:
     return globals()["SCA" + held]
 
@@ -561,6 +625,10 @@ def _of_module_by_text(held: Any, index: int) -> Any:
     import settings_of_a_script as settings
 
     return getattr(settings, "off" + held)
+
+
+def _of_builtins(held: Any, index: int) -> Any:
+    return getattr(builtins, "accel_level", 0)
 
 
 def _array_of(held: Any) -> None:
@@ -593,6 +661,7 @@ HIDDEN: dict[str, tuple[Callable[[Any, int], Any], Callable[[], Any], Callable[[
         lambda: {Key(): 0},
         lambda held: setattr(next(iter(held)), "scale", 2),
     ),
+    "an attribute of builtins": (_of_builtins, lambda: None, _into_builtins),
     "another kind of number": (
         lambda held, i: len(repr(held[40])),
         lambda: [1] * 300,
@@ -613,7 +682,7 @@ HIDDEN: dict[str, tuple[Callable[[Any, int], Any], Callable[[], Any], Callable[[
         lambda: torch.zeros(1 << 19),
         _array_of,
     ),
-    "a global by a text": (_by_text, lambda: "LE", lambda held: globals().update(SCALE=2)),
+    "a global by a text": (_by_text, lambda: "LE", _set_global),
     "a module's attribute by a text": (
         _of_module_by_text,
         lambda: "set",
@@ -628,6 +697,7 @@ def test_what_is_hard_to_see_is_seen_to_change_or_known_to_be_unseen(
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "SCALE", 1)
     monkeypatch.setattr(SETTINGS, "offset", 0)
+    monkeypatch.setattr(builtins, "accel_level", 1, raising=False)
     read, make, change = HIDDEN[kind]
     data = Reads(read, make())
     watch, before = DatasetWatch(Fetch(data, list, batched=True)), data[40]
