@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import random
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accel.dataio.engine.processes import ProcessEngine
+from accel.dataio.fetching import randomness
 from accel.dataio.loader import ContinuousLoader
 from accel.dataio.passes import tuner
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
@@ -25,13 +27,16 @@ from tests.dataio.numbers import Numbers, indices
 from tests.interruptions import Interrupter
 
 LENGTH, SIZE = 14, 3
-# Between two lines of epochs.py one of several random states has been written: these may come out as in no plain loop.
+# Between two lines of these one of several random states has been written: they may come out as in no plain loop.
 # Of 600 to 1,500 lines that run in an epoch, one in so many: primes, to meet loops over batches at all phases.
 STRIDES = {"inline": 397, "auto": 421, "threads": 503, "fork": 1009, "proxy": 1031}
 
 
 def _writes_states(place: str) -> bool:
-    return place.startswith("epochs.py:")
+    file, _, line = place.partition(":")
+    writers = (randomness._write_torch, randomness._write_numpy, randomness._seed_numpy)
+    lines = [(first, first + len(text)) for text, first in map(inspect.getsourcelines, writers)]
+    return file == "epochs.py" or (file == "randomness.py" and any(low <= int(line) < high for low, high in lines))
 
 
 def _generators(own: bool) -> torch.Generator | None:
