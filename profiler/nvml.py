@@ -2,7 +2,7 @@
 
 Utilisation says how long any kernel was resident, not how full the device was; power against its limit, clocks against
 their maximum and the reasons for throttling say more. Nothing here raises because of a missing package, driver or
-permission.
+permission: `Nvml.unseen` says what could not be read.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _SM_CLOCK, _PCIE_TX, _PCIE_RX = 1, 0, 1
 _GIB = 1024**3
 _JOIN_TIMEOUT_S = 5.0
 
-_QUERIES: dict[str, Callable[[Any, Any], float]] = {
-    "utilisation": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
-    "memory_used_gib": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / _GIB,
-    "memory_total_gib": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total / _GIB,
-    "power_w": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
-    "power_limit_w": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
-    "clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, _SM_CLOCK),
-    "clock_max_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, _SM_CLOCK),
+# Field of GpuShare → its name in messages, its query.
+_QUERIES: dict[str, tuple[str, Callable[[Any, Any], float]]] = {
+    "utilisation": ("utilisation", lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
+    "memory_used_gib": ("memory in use", lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / _GIB),
+    "memory_total_gib": ("memory", lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total / _GIB),
+    "power_w": ("power", lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),
+    "power_limit_w": ("power limit", lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3),
+    "clock_mhz": ("clock", lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, _SM_CLOCK)),
+    "clock_max_mhz": ("maximum clock", lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, _SM_CLOCK)),
     # KB/s over 20 ms, in which the call sleeps, without the GIL.
-    "pcie_rx_mb_per_s": lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_RX) / 1e3,
-    "pcie_tx_mb_per_s": lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_TX) / 1e3,
+    "pcie_rx_mb_per_s": ("PCIe receipt", lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_RX) / 1e3),
+    "pcie_tx_mb_per_s": ("PCIe sending", lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_TX) / 1e3),
     # The name before "event reasons"; new drivers still have it.
-    "throttled": lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
+    "throttled": ("throttling", lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)),
 }
-"""Field of GpuShare → its query."""
 
 
 class Nvml:
@@ -57,7 +57,7 @@ class Nvml:
             queries.
 
     Attributes:
-        unseen: one sentence on why nothing could be read, '' if something was; final once `stop` has returned.
+        unseen: one sentence on what could not be read and why, '' if nothing; final once `stop` has returned.
     """
 
     def __init__(self, interval_s: float = 0.25) -> None:
@@ -65,6 +65,8 @@ class Nvml:
         self._interval_s = interval_s
         self._gpu: GpuShare | None = None
         self._samples: dict[str, list[float]] = defaultdict(list)
+        self._refused: dict[str, str] = {}
+        """Query → NVML's words for why it failed."""
         self._halt = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -111,6 +113,7 @@ class Nvml:
                     self._sample(pynvml, handle)
                     if self._halt.wait(self._interval_s):
                         break
+                self.unseen = self._refusals()
             finally:
                 with contextlib.suppress(pynvml.NVMLError):
                     pynvml.nvmlShutdown()
@@ -118,9 +121,15 @@ class Nvml:
             self.unseen = f"GPU telemetry is missing: NVML failed ({error})."
 
     def _sample(self, nvml: Any, handle: Any) -> None:
-        for query, ask in _QUERIES.items():
-            with contextlib.suppress(nvml.NVMLError):  # this GPU, or this user's rights, do not allow it
+        for query, (_, ask) in _QUERIES.items():
+            try:
                 self._samples[query].append(ask(nvml, handle))
+            except nvml.NVMLError as error:
+                self._refused[query] = str(error)
+
+    def _refusals(self) -> str:
+        parts = [f"{_QUERIES[query][0]} ({why})" for query, why in self._refused.items() if not self._samples[query]]
+        return f"NVML does not show {', '.join(parts)}." if parts else ""
 
 
 def reasons(masks: Sequence[float]) -> list[str]:

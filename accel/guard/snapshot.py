@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from accel.dataio.fetching.randomness import streams
 from accel.profiler.interruptions import ours
@@ -211,10 +210,17 @@ def _places(tensors: list[Tensor]) -> list[tuple[object, torch.Size]]:
     return [(t.data_ptr() if type(t) in _PLAIN and t.layout == torch.strided else object(), t.shape) for t in tensors]
 
 
-def _pairs(some: list[Tensor], others: list[Tensor]) -> list[Any]:
-    """Return both by dtype and device, for one call each: a hundred of BatchNorm's one by one take 0.5 ms on a GPU."""
-    both: list[Any] = [some, others]
-    return [pair for pair, _ in _group_tensors_by_device_and_dtype(both).values()] if some else []
+def _pairs(some: list[Tensor], others: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Return both by dtype and device, for one call each: a hundred of BatchNorm's one by one take 0.5 ms on a GPU.
+
+    torch's own grouping switches gradients off and on in Python, between two lines of which Ctrl-C may come.
+    """
+    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for one, other in zip(some, others, strict=True):
+        firsts, seconds = kinds.setdefault((one.dtype, one.device), ([], []))
+        firsts.append(one)
+        seconds.append(other)
+    return list(kinds.values())
 
 
 # -- attributes and containers -----------------------------------------------------------------------------------------

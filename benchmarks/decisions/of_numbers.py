@@ -158,12 +158,12 @@ FAULTS = [
         _NOISE,
         pays_stalls_in_full=(
             "waits for all that a measurement of the noise took once before the next one",
-            "_BY_AND_BY",
+            "_OF_LARGE",
             is_now(1.0),
         ),
         forgives_stalls=(
             "never pays for what a measurement of the noise took beyond the usual",
-            "_BY_AND_BY",
+            "_OF_LARGE",
             is_now(0.0),
         ),
     ),

@@ -127,13 +127,33 @@ def test_a_driver_that_fails_later(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pynvml.calls[-1] == "nvmlShutdown"
 
 
-def test_queries_that_are_refused_leave_their_fields_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_that_are_refused_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     fails = {"nvmlDeviceGetPowerUsage": 3, "nvmlDeviceGetMemoryInfo": 3, "nvmlDeviceGetPcieThroughput": 4}
     nvml, gpus = sampled(FakePynvml(fails=fails), monkeypatch, samples=3)
 
     (gpu,) = gpus
     assert (gpu.power_w, gpu.power_limit_w, gpu.pcie_rx_mb_per_s, gpu.memory_total_gib) == (None, 700, None, 0)
-    assert nvml.unseen == ""
+    assert nvml.unseen == (
+        "NVML does not show memory in use (code 3), memory (code 3), power (code 3), PCIe receipt (code 4), "
+        "PCIe sending (code 4)."
+    )
+
+
+def test_a_query_that_fails_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = FakePynvml()
+    codes = iter([15, 999])
+    answer = pynvml.nvmlDeviceGetPowerUsage
+
+    def shaky(gpu: int) -> Any:
+        code = next(codes, 0)
+        if code:
+            raise NVMLError(code)
+        return answer(gpu)
+
+    pynvml.nvmlDeviceGetPowerUsage = shaky
+    nvml, gpus = sampled(pynvml, monkeypatch, samples=4)
+
+    assert (gpus[0].power_w, nvml.unseen) == (650, "")
 
 
 def test_a_driver_that_hangs_does_not_hang_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
