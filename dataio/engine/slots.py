@@ -1,10 +1,9 @@
 """Shared memory that a batch travels in: written once by a worker process, read in place, used again when dropped.
 
-A slot is an anonymous file in memory (`memfd_create`), mapped by the worker that fills it and by
-the loop's process. The loop's tensors lie in the slot itself. When the last of them is gone the
-worker is notified and reuses the slot. So a batch costs one message and no fresh page: the pages of
-a slot are touched once, not once per batch, and nothing lies in /dev/shm, whose size a container
-limits. The file has no name and goes with the last process that maps it.
+A slot is an anonymous file in memory (`memfd_create`), mapped by the worker that fills it and by the loop's process.
+The loop's tensors lie in the slot itself. When the last of them is gone the worker is notified and reuses the slot.
+So a batch costs one message and no fresh page: the pages of a slot are touched once, not once per batch, and nothing
+lies in /dev/shm, whose size a container limits. The file has no name and goes with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -16,14 +15,33 @@ import weakref
 from collections import deque
 from typing import Any
 
-# Slots of one worker that the loop may hold, a descriptor each; a loop that keeps more batches gets copies.
-MOST_IN_USE = 16
+# Slots that one worker may have in the hands of the loop; a loop that keeps more batches than that gets copies.
+MOST_IN_USE = 64
 _PAGE = 4096
 
 
 def supported() -> bool:
     """Return whether this system has anonymous files in memory."""
     return hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate")
+
+
+def map_memory(file: int, size: int) -> memoryview:
+    """Map `size` bytes of a file; the memory stays until the last view of it is gone. The file may be closed at once.
+
+    An `mmap.mmap` would hold a descriptor of its own for each slot: with 16 workers more than the usual 1,024.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    if address == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    # Not at the interpreter's end: there may be tensors still.
+    weakref.finalize(memory, libc.munmap, address, size).atexit = False
+    return memoryview(memory).cast("B")
 
 
 class SharedSlot:
@@ -36,7 +54,7 @@ class SharedSlot:
         try:
             # Reserved now: without it a machine out of memory would answer with SIGBUS in the middle of a copy.
             os.posix_fallocate(self.file, 0, size)
-            self.memory = mmap.mmap(self.file, size)
+            self.memory = map_memory(self.file, size)
         except OSError:
             os.close(self.file)
             raise
@@ -49,7 +67,11 @@ class SharedSlot:
 
 
 class SlotWriter:
-    """A worker's slots: those in the hands of the loop, and those that are free, of which `most_free` are kept."""
+    """A worker's slots: those in the hands of the loop, and those that are free.
+
+    Args:
+        most_free: free slots that are kept, at least 1.
+    """
 
     def __init__(self, most_free: int) -> None:
         self._most_free = max(1, most_free)
@@ -96,24 +118,27 @@ class SlotReader:
     """The loop's view of one worker's slots."""
 
     def __init__(self) -> None:
-        self._memory: dict[int, mmap.mmap] = {}
+        self._memory: dict[int, memoryview] = {}
         self._in_use: dict[int, weakref.ref[Any]] = {}
         self._freed: deque[int] = deque()
         self._forked: set[int] = set()
         _READERS.add(self)
 
     def add(self, number: int, file: int) -> None:
+        """Map a slot that the worker made; closes the file."""
         try:
-            self._memory[number] = mmap.mmap(file, 0)
+            self._memory[number] = map_memory(file, os.fstat(file).st_size)
         finally:
             os.close(file)
 
     def drop(self, number: int) -> None:
+        """Forget a slot that the worker gave up."""
         self._forked.discard(number)
         del self._memory[number]
 
     @property
     def in_use(self) -> int:
+        """Slots whose batches the loop still holds."""
         return len(self._in_use)
 
     def view(self, number: int) -> Any:
@@ -122,7 +147,7 @@ class SlotReader:
         Not a memoryview, of which a numpy array would keep the memory alive and not the view.
         """
         memory = self._memory[number]
-        view = (ctypes.c_ubyte * len(memory)).from_buffer(memory)
+        view = (ctypes.c_ubyte * memory.nbytes).from_buffer(memory)
 
         def gone(_: object, number: int = number) -> None:
             self._in_use.pop(number, None)
