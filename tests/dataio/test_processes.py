@@ -111,8 +111,8 @@ def test_all_batches_may_be_kept() -> None:
         made = run(engine, indices)
         assert_made(made, expected(indices=indices))
         more = gained(before)
-    assert more["files"] < 60
-    assert more["slots"] <= 2 * (16 + 6)
+    assert more["files"] < 30
+    assert more["slots"] <= 2 * (64 + 6)
     assert_made(made, expected(indices=indices))  # the engine is closed
     del made
     assert_nothing_gained(before)

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accel.dataio.engine import slots, wire
+from accel.dataio.engine import slots
+from accel.dataio.fetching import wire
 
 pytestmark = pytest.mark.skipif(not slots.supported(), reason="needs memfd_create")
 
