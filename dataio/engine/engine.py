@@ -10,10 +10,9 @@ from collections import deque
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch.utils.data import DataLoader
 
-from accel.dataio.engine.thread_pool import ThreadPool
+from accel.dataio.engine.thread_pool import ThreadModes, ThreadPool
 from accel.dataio.fetching.fetch import blame, fetch_of
 from accel.dataio.fetching.randomness import (
     others_could_draw,
@@ -212,8 +211,7 @@ class ThreadEngine(Engine):
     The dataset is read by several threads at once if `workers` is more than 1: it must be made for
     that. And it may not draw random numbers, since all threads draw from the same: the first batch,
     and the first after a change of the dataset, is made in the loop's own thread while the others
-    wait, and `ThreadsDraw` raised if it drew. Threads know nothing of modes that the loop has
-    entered: autocast, `inference_mode`, a default device.
+    wait, and `ThreadsDraw` raised if it drew.
     """
 
     def __init__(self, loader: DataLoader[Any], workers: int, *, prefetch: int = 2) -> None:
@@ -227,33 +225,45 @@ class ThreadEngine(Engine):
         # Until a batch was seen not to draw, jobs are held back: the oldest is made in the loop's own thread.
         self._quiet = False
         self._held_back: deque[BatchJob] = deque()
+        self._modes: ThreadModes | None = None  # of the loop, under which the threads make what they have
         self._owner = os.getpid()
 
     def start(self) -> None:
         if os.getpid() != self._owner:  # in a forked process, where no thread came along
             self._owner = os.getpid()
             self.reset()
-        if (device := torch.empty(0).device).type != "cpu":
-            raise InvalidState(
-                f"threads make tensors on the CPU, and torch's default device is {device} here; name the device in the "
-                "dataset, or use mode='inline'"
-            )
         if self._pool is None:
             self._pool = ThreadPool(self.workers, "accel-loader")
 
     def submit(self, job: BatchJob) -> None:
         self.start()
+        self._follow_modes()
         self._held_back.append(job)
         self._hand_out()
+
+    def _follow_modes(self) -> None:
+        """Have batches made again that were begun under modes of torch in which the loop does not ask for them.
+
+        They are begun when the loop is at those before: the first of an epoch under the modes of a validation, say.
+        """
+        now = ThreadModes.now()
+        if now == self._modes:
+            return
+        self._modes = now
+        for _, future in self._futures:
+            future.cancel()
+        self._held_back.extendleft(job for job, _ in reversed(self._futures))
+        self._futures.clear()
 
     def _hand_out(self) -> None:
         assert self._pool is not None
         while self._quiet and self._held_back:
             job = self._held_back.popleft()
-            self._futures.append((job, self._pool.submit(self._made_in_thread, job)))
+            self._futures.append((job, self._pool.submit(self._made_in_thread, self._modes, job)))
 
     def collect(self) -> Any:
         self.start()
+        self._follow_modes()
         self._hand_out()
         if self._futures or self._quiet:
             return self._awaited(*self._futures.popleft())
@@ -285,10 +295,11 @@ class ThreadEngine(Engine):
         by = ", by it or by another thread" if others_could_draw() else ""
         raise ThreadsDraw(f"fetching a sample draws random numbers{by}, which threads can't keep apart")
 
-    def _made_in_thread(self, job: BatchJob) -> Any:
+    def _made_in_thread(self, modes: ThreadModes, job: BatchJob) -> Any:
         thread = f"thread {threading.current_thread().name.rpartition('_')[2]}"
         try:
-            return self._made(job)
+            with modes.entered():
+                return self._made(job)
         except ours() as error:
             _tell(error, thread, job)
             raise

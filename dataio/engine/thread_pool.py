@@ -10,6 +10,7 @@ no more meanwhile.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import contextvars
 import math
 import os
@@ -19,7 +20,9 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from accel.profiler.torch_threads import compute_alone
 
@@ -29,6 +32,8 @@ _GRACE_S = 5.0
 _FORK_WAITS_S = 2.0
 # How long threads rest after it, and how long the next forks don't wait after one that waited in vain.
 _FORKS_APART_S, _WAITS_AGAIN_S = 0.05, 10.0
+
+_DEVICES = ("cpu", "cuda")
 
 _Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 _Queue = queue.SimpleQueue["_Task | None"]
@@ -95,6 +100,46 @@ def _begin_in_child() -> None:
 
 _forking = threading.local()
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_begin_in_child)
+
+
+class ThreadModes(NamedTuple):
+    """The modes of torch that hold in one thread alone: one that makes the loop's batches takes them on.
+
+    Example:
+        >>> with torch.no_grad():
+        ...     modes = ThreadModes.now()
+        >>> with modes.entered():
+        ...     torch.is_grad_enabled()
+        False
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    """Devices with it, and the dtype."""
+    device: torch.device
+    """On which tensors are made."""
+
+    @classmethod
+    def now(cls) -> ThreadModes:
+        """Return those of this thread."""
+        cast = tuple((each, torch.get_autocast_dtype(each)) for each in _DEVICES if torch.is_autocast_enabled(each))
+        # torch.get_default_device() raises in torch 2.9 after set_default_device(None).
+        device = torch.empty(0).device
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, device)
+
+    def entered(self) -> contextlib.ExitStack:
+        """Return a context in which they hold in a thread that has none."""
+        stack = contextlib.ExitStack()
+        if not self.grad:
+            stack.enter_context(torch.no_grad())
+        if self.inference:
+            stack.enter_context(torch.inference_mode())
+        for device, dtype in self.autocast:
+            stack.enter_context(torch.autocast(device, dtype))
+        if self.device.type != "cpu":
+            stack.enter_context(self.device)
+        return stack
 
 
 class ThreadPool:

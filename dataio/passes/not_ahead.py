@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from accel.dataio.batches import equal
@@ -64,8 +63,6 @@ class AheadCheck:
         """Raise `NotAhead` if nothing may be made ahead now."""
         if not self.strict or self.watch is None:
             return
-        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-            raise NotAhead("the loop asks for batches within autocast, of which threads know nothing")
         if self._sampler_finding:
             raise NotAhead(self._sampler_finding)
         if self._whole and self.watch.unseen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -10,13 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from accel.dataio.engine.engine import BatchJob, Engine, InlineEngine, ThreadEngine
 from accel.dataio.engine.processes import ProcessEngine
 from accel.profiler.errors import InvalidState, InvalidType
 from tests.dataio.engines import Draws, Squares, assert_made, expected, lists, loader_of, run
 from tests.dataio.faults import ERRORS, GARBAGE, throw
+from tests.sampling import examples
 
 MAKERS: dict[str, Any] = {
     "inline": InlineEngine,
@@ -210,7 +215,51 @@ def test_threads_end_with_the_engine() -> None:
     assert not any(thread.name.startswith("accel-loader") for thread in threading.enumerate())
 
 
-def test_threads_are_refused_where_tensors_are_made_on_a_default_device() -> None:
-    threads = ThreadEngine(loader_of(Squares()), 1)
-    with torch.device("meta"), pytest.raises(InvalidState, match="torch's default device is meta here"):
-        threads.submit(BatchJob([1], None))
+class Modes(Dataset[Tensor]):
+    """Samples tell their index, and under which modes of torch they are made."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        return index, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), product.dtype, product.device.type
+
+
+MODES: dict[str, Any] = {
+    "none": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_threads_fetch_under_the_modes_of_the_loop(mode: str) -> None:
+    loader = DataLoader(Modes(), batch_size=None)
+    threads, plain = ThreadEngine(loader, 1), InlineEngine(loader)
+    with MODES[mode]():
+        assert run(threads, [0, 1]) == run(plain, [0, 1])
+    assert run(threads, [2]) == run(plain, [2])
+    threads.close()
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(st.integers(1, 3), st.lists(st.tuples(st.booleans(), st.sampled_from(list(MODES))), max_size=30))
+def test_batches_are_made_under_the_modes_in_which_the_loop_asks_for_them(
+    workers: int, steps: list[tuple[bool, str]]
+) -> None:
+    """Made ahead at the end of a pass in inference mode, they could not be trained on."""
+    loader = DataLoader(Modes(), batch_size=None)
+    threads, plain = ThreadEngine(loader, workers), InlineEngine(loader)
+    submitted = collected = 0
+    for submits, mode in steps:
+        with MODES[mode]():
+            if submits:
+                threads.submit(BatchJob(submitted, None))
+                submitted += 1
+            elif collected < submitted:
+                assert threads.collect() == run(plain, [collected])[0]
+                collected += 1
+    threads.close()

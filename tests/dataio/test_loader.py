@@ -300,3 +300,18 @@ def test_what_can_not_be_wrapped() -> None:
         ContinuousLoader([1, 2])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ContinuousLoader already"):
         ContinuousLoader(ContinuousLoader(DataLoader(Numbers(), 4)))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_pass_in_inference_mode_does_not_make_the_next_epochs_batches_so(workers: int) -> None:
+    """They can't be saved for a backward pass, which torch said in the user's call of the model."""
+    model = torch.nn.Linear(2, 1)
+    plain = DataLoader(torch.utils.data.TensorDataset(torch.ones(24, 2)), 4)
+    looked_at = []
+    with ContinuousLoader(plain, mode="threads", num_workers=workers) as loader:
+        for _ in range(3):
+            for (x,) in loader:
+                model(x).sum().backward()
+            with torch.inference_mode():
+                looked_at += [x.is_inference() for (x,) in loader]
+    assert looked_at == [True] * 18
