@@ -13,8 +13,10 @@ KB, hence an all-reduce of few bytes uses other algorithms: see `accel.comm.rank
 from __future__ import annotations
 
 import itertools
+import os
 import traceback
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
@@ -30,6 +32,10 @@ from accel.profiler.errors import AccelError
 from accel.profiler.interruptions import ours
 
 PIECE_BYTES = 1 << 20
+_CONNECTED = 32
+"""Ranks of a group that are all connected from the start. Where connections are made on demand, gloo stops the thread
+that serves them before it closes them; with a message there that nobody receives any more, as after an abort, that
+thread never stops, and who frees the group waits for ever (of 50 to 250 aborts of three busy ranks one)."""
 P = ParamSpec("P")
 
 
@@ -97,15 +103,16 @@ def _pieces(values: Tensor) -> tuple[Tensor, ...]:
     return torch.split(values.view(torch.uint8), PIECE_BYTES) if values.numel() else ()
 
 
-class _OwnGroup:
+class _OwnGroup(ABC):
     """What channels over a process group of their own have alike."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self.ranks, self.rank, self.size = tuple(ranks), ranks.index(rank), len(ranks)
         self._group: Any = None
 
+    @abstractmethod
     def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
-        raise NotImplementedError
+        """Send one tensor to each rank and receive one from each."""
 
     def all_gather(self, own: Tensor, out: Sequence[Tensor]) -> None:
         self.exchange([own] * self.size, out)
@@ -123,6 +130,21 @@ class _OwnGroup:
         return self._group
 
 
+def _options(size: int, timeout: timedelta) -> Any:
+    """Return gloo's options; in a large group, two ranks are connected when they first speak to each other.
+
+    Else each rank would read every other's address from the store and hold a socket to it, for each stage of a scheme.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    on_demand = size > _CONNECTED
+    devices = [gloo.create_device(interface=name, lazy_init=on_demand) for name in names]
+    options._devices = devices or [gloo.create_default_device(lazy_init=on_demand)]
+    options._threads, options._timeout = 2 * len(options._devices), timeout
+    return options
+
+
 class GlooChannel(_OwnGroup):
     """A channel over gloo, for tensors in host memory."""
 
@@ -133,8 +155,9 @@ class GlooChannel(_OwnGroup):
 
     @_backend_call
     def _connect(self, store: Any, timeout: timedelta) -> None:
-        self._group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
-        self._group.barrier().wait()  # a rank that went on and closed would cut off those that are still connecting
+        self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _options(self.size, timeout))
+        if self.size <= _CONNECTED:  # a rank that went on and closed would cut off those that are still connecting
+            self._group.barrier().wait()
 
     @_backend_call
     def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:

@@ -596,3 +596,36 @@ def _write_seen(data: Any) -> None:
 
 def _write_known(data: Any) -> None:
     data.known[299] += 1
+
+
+class Answers(Data):
+    """Answers to every name, or to none: what is asked of a dataset must bear it."""
+
+    def __init__(self, answer: Callable[[str], Any]) -> None:
+        self.__dict__["answer"] = answer
+        super().__init__(lambda data: None)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["answer"](name)
+
+    @property
+    def epoch(self) -> int:
+        raise RuntimeError("ask later")
+
+    def __len__(self) -> int:
+        return 12
+
+
+def _refuse(name: str) -> Any:
+    raise KeyError(name)
+
+
+@pytest.mark.parametrize("mode", ["auto", "inline", "threads", "fork"])
+@pytest.mark.parametrize("answer", [lambda name: None, _refuse, lambda name: name], ids=["none", "refuses", "anything"])
+def test_datasets_that_answer_in_their_own_way(mode: Any, answer: Any) -> None:
+    data = Answers(answer)
+    if answer("x") != "x" if answer is not _refuse else True:
+        data.__dict__["__getitems__"] = None  # torch itself asks for that one
+        with ContinuousLoader(DataLoader(data, 4), mode=mode, num_workers=1) as loader:
+            for _ in range(3):
+                assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
