@@ -283,10 +283,12 @@ def _anatomy(report: Report, controller: SearchState) -> None:
     parts = [controller.anatomy_before, controller.anatomy_after]
     if controller.searched_until and not controller.plan:
         parts[1] = parts[0]  # the later one may have been measured under a plan that is undone by now
-    report.anatomy_before, report.anatomy_after = (
-        {phase: seconds * (step_ms / sum(part.values()) if step_ms else 1e3) for phase, seconds in part.items()}
-        for part, step_ms in zip(parts, (report.plain_ms, report.accel_ms), strict=True)
-    )
+    for name, part, step_ms in zip(
+        ("anatomy_before", "anatomy_after"), parts, (report.plain_ms, report.accel_ms), strict=True
+    ):
+        total = sum(part.values())
+        factor = step_ms / total if step_ms and total > 0 else 1e3
+        setattr(report, name, {phase: seconds * factor for phase, seconds in part.items()})
 
 
 def _machine(run: Run) -> Machine:
