@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import dataclasses
+import datetime
+import enum
+from collections.abc import Hashable, Mapping
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -10,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accel.profiler.interruptions import ours
-from accel.profiler.trees import leaves, shape_of, tensors
+from accel.profiler.trees import is_dataclass, leaves, shape_of, tensors
 
 
 def describe(batch: Any) -> tuple[int, Hashable]:
@@ -53,17 +57,38 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def one_memory(batch: Any, other: Any) -> bool:
-    """Return whether a tensor or an array of a batch shares its memory with that of another one."""
-    return any(_one_memory(one, another) for one, another in zip(leaves(batch), leaves(other), strict=False))
-
-
-def _one_memory(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return bool(np.may_share_memory(one, other))
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+    """Return whether two batches have something in common that can be written: an object, or memory."""
+    if isinstance(batch, Tensor) and isinstance(other, Tensor):
+        return batch is other or _one_storage(batch, other)
+    if isinstance(batch, np.ndarray) and isinstance(other, np.ndarray):
+        return batch is other or bool(np.may_share_memory(batch, other))
+    if isinstance(batch, _UNWRITTEN) or callable(batch):
         return False
+    if batch is other and not isinstance(batch, tuple):
+        return True
+    left, right = _entries(batch), _entries(other)
+    return len(left) == len(right) and any(one_memory(one, another) for one, another in zip(left, right, strict=True))
+
+
+_UNWRITTEN = (
+    *(int, float, complex, str, bytes, type(None), range, slice, frozenset, enum.Enum, PurePath, np.generic),
+    *(torch.dtype, torch.device, torch.Size, datetime.date, datetime.time, datetime.timedelta),
+)
+
+
+def _one_storage(tensor: Tensor, other: Tensor) -> bool:
     try:
-        address = one.untyped_storage().data_ptr()
+        address = tensor.untyped_storage().data_ptr()
         return bool(address) and address == other.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # it has none, as a sparse one
         return False
+
+
+def _entries(batch: Any) -> list[Any]:
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    if isinstance(batch, tuple | list):
+        return list(batch)
+    if is_dataclass(batch):
+        return [getattr(batch, each.name) for each in dataclasses.fields(batch) if hasattr(batch, each.name)]
+    return []

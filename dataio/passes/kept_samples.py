@@ -97,7 +97,7 @@ class KeptSamples:
             self._drop(f"noting a sample takes {noting:.0%} of the time of its fetch: there is little to be won")
             return
         if own:
-            self._drop("samples hold the dataset's own memory: what the loop writes there must stay there")
+            self._drop("samples are the dataset's own objects: what the loop writes into them must stay there")
             return
         cache.cache_book.notes["serves"] = False
         self.look()

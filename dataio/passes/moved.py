@@ -45,7 +45,7 @@ def _processes(loader: DataLoader[Any], workers: int) -> ProcessEngine:
     took_s = time.perf_counter() - began
     if one_memory(batch, _plain(loader, _first(loader))):
         raise InvalidArgument(
-            "batches hold the dataset's own memory: what the loop writes there must stay there, and worker processes "
+            "batches hold the dataset's own objects: what the loop writes there must stay there, and worker processes "
             "return copies"
         )
     stall_s = max(STALL_S, 10 * took_s)

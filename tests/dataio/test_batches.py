@@ -92,7 +92,7 @@ def test_what_can_not_be_made_again_is_not_pinned(monkeypatch: pytest.MonkeyPatc
     assert transfer.pin(batch) is batch
 
 
-OWN = torch.ones(4, 2)
+OWN, HELD = torch.ones(4, 2), [1]
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,14 @@ OWN = torch.ones(4, 2)
         (OWN[0].clone(), OWN[0].clone(), False),
         (OWN.numpy()[1], OWN.numpy()[1], True),
         ((1, "a", None, 2.5), (1, "a", None, 2.5), False),
+        ({"a": HELD}, {"a": HELD}, True),
+        (("a", HELD), ("b", HELD), True),
+        ([{"a": [1]}], [{"a": [1]}], False),
         (Sentences(OWN), Sentences(OWN), True),
         (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), False),
     ],
 )
-def test_what_memory_two_batches_have_in_common(one: Any, other: Any, common: bool) -> None:
+def test_what_two_batches_have_in_common_and_can_be_written(one: Any, other: Any, common: bool) -> None:
     assert one_memory(one, other) == common
 
 

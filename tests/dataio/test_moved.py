@@ -241,7 +241,7 @@ class Bank(Numbers):
 
 def test_what_the_loop_writes_into_the_dataset_s_own_memory_stays_there() -> None:
     loader = DataLoader(Bank(), 1, collate_fn=lambda samples: samples[0])
-    with pytest.raises(ValueError, match="hold the dataset's own memory"):
+    with pytest.raises(ValueError, match="hold the dataset's own objects"):
         moved(loader, 1)
     workers = moved(loader, 1, threads=True)
     proxy: Any = LoaderProxy(loader, Silent())
