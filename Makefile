@@ -11,6 +11,7 @@ ifeq ($(origin PYTHON),command line)
   dali :=
   ray :=
   site :=
+  torchao :=
 else
   run := .venv/bin/python
   ready := .venv/.installed
@@ -18,6 +19,7 @@ else
   dali := .venv/.dali
   ray := .venv/.ray
   site := .venv/.site
+  torchao := .venv/torchao/.installed
 endif
 
 # Tests in a process per core, where pytest-xdist is installed; each takes from the other's end when it has run its own.
@@ -46,10 +48,11 @@ demo-full: $(demo_ready) ## the same with two seeds and two epochs: five minutes
 test: $(ready) ## the tests that need neither a GPU nor patience
 	$(run) -m pytest -q -m "not slow and not gpu and not integration" $(workers)
 
-integrations: $(ready) $(dali) $(ray) $(site) ## the tests under frameworks, with DALI, on a Ray cluster, on hosts under c10d and etcd; the notebook
+integrations: $(ready) $(dali) $(ray) $(site) $(torchao) ## the tests under frameworks, with DALI, torchao, on a Ray cluster, on hosts under c10d and etcd; the notebook
 	$(run) -m pytest -v -m "integration and not slow" $(workers) --ignore $(dali_tests)
 	$(run) -m pytest -v -m integration $(dali_tests) -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true \
 		|| [ $$? = 5 ] # no test, without simplejpeg
+	PYTHONPATH=.venv/torchao $(run) -m pytest -q tests/accel/strategies/test_float8.py
 
 suite: $(ready) ## models of the suite, step by step: accel is not slower than plain
 	$(run) -m pytest -q -p benchmark benchmarks/suite
@@ -90,6 +93,10 @@ clean: ## remove what builds, tests and linters leave behind (.venv* stay)
 # 240 MB, 600 MB installed; made for Linux alone, so without it its tests are skipped.
 .venv/.dali: .venv/.installed
 	.venv/bin/python -m pip install --quiet -c constraints.txt nvidia-dali-cuda130 && touch $@ || echo "no DALI here: its tests are skipped"
+
+# In a folder of its own: transformers imports it where it can, and it prints to stderr.
+.venv/torchao/.installed: .venv/.installed
+	.venv/bin/python -m pip install --quiet -c constraints.txt --no-deps --target .venv/torchao torchao && touch $@ || echo "no torchao here: its tests are skipped"
 
 # 80 MB.
 .venv/.ray: .venv/.installed

@@ -116,7 +116,7 @@ def optimize(
         loader: the training loader, usually a `torch.utils.data.DataLoader`; any iterable of batches works.
         optimizer: the optimizer of `model`. If left out or None, it is detected at its first step.
         allow: how far the numbers may move: "exact" (same bits), "reordered" (same precision, other order of
-            summation; default), "reduced" (bfloat16, TF32), "lossy" (compressed gradients).
+            summation; default), "reduced" (bfloat16, TF32), "float8" (8-bit products), "lossy" (compressed gradients).
         enable: names of strategies to try although they are opt-in or beyond `allow`.
         disable: names of strategies not to try.
         plan: a plan or its file, replayed without a search; refused if made for another model.

@@ -18,7 +18,9 @@ class Exactness(IntEnum):
     """The same precision, another order of summation."""
     REDUCED = 2
     """Fewer bits somewhere: TF32, bfloat16, fp16 with master weights."""
-    LOSSY = 3
+    FLOAT8 = 3
+    """Products of 8-bit numbers."""
+    LOSSY = 4
     """Information is left out and fed back later: gradient compression."""
 
     @property
@@ -28,7 +30,9 @@ class Exactness(IntEnum):
 
 
 LEVELS = {level.word: level for level in Exactness}
-_OF_PRECISION = dict.fromkeys(("bf16", "bfloat16", "tf32", "half", "mixed"), "reduced")
+_OF_PRECISION = dict.fromkeys(("bf16", "bfloat16", "tf32", "half", "mixed"), "reduced") | dict.fromkeys(
+    ("fp8", "e4m3"), "float8"
+)
 
 
 def check_level(option: str, allow: Any) -> Exactness:

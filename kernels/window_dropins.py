@@ -7,23 +7,20 @@ random inputs, so that a variant under a known name is left alone.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from accel.kernels.dropins import DropIn, SwitchedModules, dropin_class, without_hooks
 from accel.kernels.window_attention.libraries import (
-    DropIn,
     HuggingFaceCosineWindows,
     HuggingFaceLayer,
     HuggingFaceWindows,
     PackedWindows,
     TimmBlock,
     TorchvisionMap,
-    dropin_class,
     runs_fused,
 )
 
@@ -109,40 +106,6 @@ _TIMM_BLOCK = Recognizer(
 )
 
 
-@dataclass
-class FusedModules:
-    """The modules of a model that run on the fused op."""
-
-    names: list[str] = field(default_factory=list)
-    """Names of the modules."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """Name → why a module that looks like window attention was left alone."""
-    _switched: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = field(default_factory=list, repr=False)
-
-    def undo(self) -> None:
-        """Restore all modules' own classes."""
-        for module, host, _ in self._switched:
-            module.__class__ = host
-
-    def redo(self) -> None:
-        """Switch them to the fused op again."""
-        for module, _, fused in self._switched:
-            module.__class__ = fused
-
-    def take(self, name: str, module: nn.Module, recognizer: Recognizer) -> None:
-        """Switch one module, if its results stay the same."""
-        why = _gains_nothing(module) or differs(module, recognizer)
-        if why:
-            if recognizer.inputs is not None:
-                self.refused[name] = why
-            return
-        host, fused = type(module), dropin_class(recognizer.dropin, type(module))
-        self._switched.append((module, host, fused))
-        module.__class__ = fused
-        if recognizer.inputs is not None:
-            self.names.append(name)
-
-
 def candidates(model: nn.Module) -> list[tuple[str, nn.Module, Recognizer]]:
     """Return the modules that look like window attention, or belong to it, with their names."""
     recognized = []
@@ -153,7 +116,7 @@ def candidates(model: nn.Module) -> list[tuple[str, nn.Module, Recognizer]]:
     return recognized
 
 
-def fuse_window_attention(model: nn.Module) -> FusedModules:
+def fuse_window_attention(model: nn.Module) -> SwitchedModules:
     """Let the window attention of a Swin model run on the fused op; parameters and `state_dict` stay.
 
     Args:
@@ -169,13 +132,24 @@ def fuse_window_attention(model: nn.Module) -> FusedModules:
         >>> fused.names
         []
     """
-    fused = FusedModules()
+    fused = SwitchedModules()
     for name, module, recognizer in candidates(model):
-        fused.take(name, module, recognizer)
+        _take(fused, name, module, recognizer)
     for name, module in model.named_modules():
         if _TIMM_BLOCK.fits(module) and isinstance(module.attn, DropIn) and not isinstance(module, DropIn):
-            fused.take(name, module, _TIMM_BLOCK)
+            _take(fused, name, module, _TIMM_BLOCK)
     return fused
+
+
+def _take(fused: SwitchedModules, name: str, module: nn.Module, recognizer: Recognizer) -> None:
+    """Switch one module, if its results stay the same."""
+    if why := _gains_nothing(module) or differs(module, recognizer):
+        if recognizer.inputs is not None:
+            fused.refused[name] = why
+        return
+    fused.switch(module, recognizer.dropin)
+    if recognizer.inputs is not None:
+        fused.names.append(name)
 
 
 def _gains_nothing(module: nn.Module) -> str:
@@ -220,7 +194,7 @@ _EXACT, _NEAR = 1e-9, 0.05
 
 def _largest_difference(module: nn.Module, recognizer: Recognizer, dtype: torch.dtype) -> float:
     """Return how far a module and its drop-in are apart, as a share of the largest output; NaN where one is."""
-    plain, other = _without_hooks(module).to(dtype), _without_hooks(module).to(dtype)
+    plain, other = without_hooks(module).to(dtype), without_hooks(module).to(dtype)
     other.__class__ = dropin_class(recognizer.dropin, type(other))
     shares = []
     for arguments in recognizer.inputs(plain):  # type: ignore[misc]
@@ -229,15 +203,6 @@ def _largest_difference(module: nn.Module, recognizer: Recognizer, dtype: torch.
             return float("inf")
         shares.append((expected - actual).abs().max() / expected.abs().max())
     return float(torch.stack(shares).max())
-
-
-def _without_hooks(module: nn.Module) -> nn.Module:
-    """Return a copy for inference without hooks, so that the test triggers none."""
-    twin = copy.deepcopy(module).eval()
-    for part in twin.modules():
-        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
-            hooks.clear()
-    return twin
 
 
 def _first(result: Any) -> Tensor:

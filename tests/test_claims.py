@@ -39,6 +39,7 @@ IN_RECORDS = {
     r"[Bb]y its source": r"memory formats of the state",
     r"comm/": r"nccl",
     r"`batched_muon`": r"\"batched_muon\", \"status\"",
+    r"`(?:liger|float8)`": r"\"(?:liger|float8)\", \"status\": \"(?:kept|undone)\"",
     r"\bscheduler\b": r"\"scheduler\": \"accel cluster up\"",
     r"this version": r"\"weights\": \"float32\"",  # of benchmarks/gpu/mixed_precision.py
 }

@@ -73,7 +73,7 @@ def optimize(
     Args:
         script: path of the script.
         arguments: its own; it should train for some minutes.
-        allow: how far numbers may move: "exact", "reordered", "reduced" (bfloat16, TF32) or "lossy".
+        allow: how far numbers may move: "exact", "reordered", "reduced" (bfloat16, TF32), "float8" or "lossy".
         budget: what the search may cost, as "30s" or "3%".
         timeout_s: seconds after which the script is ended.
     """

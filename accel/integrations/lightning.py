@@ -14,7 +14,8 @@ class LightningCallback(TrainingCallback, Callback):
     """Let a Trainer train with `accel.optimize`; the figures go to its loggers when the training ends.
 
     Args:
-        allow: how far the numbers may move: "exact", "reordered" (default), "reduced" (bfloat16, TF32), "lossy".
+        allow: how far the numbers may move: "exact", "reordered" (default), "reduced" (bfloat16, TF32), "float8",
+            "lossy" (compressed gradients).
         budget: what the search may cost: seconds (60), "90s", "2m", or a share of the run ("3%", default).
         enable: names of strategies to try although they are opt-in or beyond `allow`.
         disable: names of strategies not to try.

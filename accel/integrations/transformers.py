@@ -19,7 +19,8 @@ class TransformersCallback(TrainingCallback, TrainerCallback):
     `end` then, or plain loops after it are followed too, until the next training begins, with this callback or another.
 
     Args:
-        allow: how far the numbers may move: "exact", "reordered" (default), "reduced" (bfloat16, TF32), "lossy".
+        allow: how far the numbers may move: "exact", "reordered" (default), "reduced" (bfloat16, TF32), "float8",
+            "lossy" (compressed gradients).
         budget: what the search may cost: seconds (60), "90s", "2m", or a share of the run ("3%", default).
         enable: names of strategies to try although they are opt-in or beyond `allow`.
         disable: names of strategies not to try.

@@ -12,6 +12,7 @@ _RISKS = {
     Exactness.EXACT: "none: the same bits",
     Exactness.REORDERED: "rounding: sums in another order",
     Exactness.REDUCED: "bfloat16 or TF32: compare the loss",
+    Exactness.FLOAT8: "8-bit products: compare the loss",
     Exactness.LOSSY: "compressed gradients: compare the loss",
 }
 _NO_RISK = "none: it only measures"

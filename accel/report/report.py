@@ -40,7 +40,7 @@ class StrategyRow:
     treats: list[str]
     """Bottlenecks it treats."""
     exactness: str
-    """`exact`, `reordered`, `reduced` or `lossy`."""
+    """`exact`, `reordered`, `reduced`, `float8` or `lossy`."""
     status: Status = "not tried"
     """`kept`; `undone` (slower, wrong or failed); `inconclusive` (too noisy to decide); or why it was never tried."""
     why: str = ""

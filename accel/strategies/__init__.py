@@ -16,9 +16,11 @@ from accel.strategies.channels_last import ChannelsLast
 from accel.strategies.cuda_graphs import CudaGraphs
 from accel.strategies.cudnn_benchmark import CudnnBenchmark
 from accel.strategies.dropout_masks import DropoutMasks
+from accel.strategies.float8 import Float8
 from accel.strategies.fused_optimizer import FusedOptimizer
 from accel.strategies.gradients import GradientByHosts, GradientCompression, GradientHalf
 from accel.strategies.intraop_threads import IntraopThreads
+from accel.strategies.liger import Liger
 from accel.strategies.loader_workers import LoaderWorkers
 from accel.strategies.pin_memory import PinMemory
 from accel.strategies.sample_cache import KeepSamples
@@ -37,6 +39,8 @@ REGISTRY: list[type[Strategy]] = [
     TF32,
     CudnnBenchmark,
     WindowAttention,
+    Liger,
+    Float8,
     CudaGraphs,  # around all that changes what the model's call runs
     DropoutMasks,
     FusedOptimizer,

@@ -11,7 +11,7 @@ from accel.strategies.base import Exactness, Strategy
 from accel.strategies.trial_design import TrialDesign
 
 if TYPE_CHECKING:
-    from accel.kernels.window_dropins import FusedModules
+    from accel.kernels.dropins import SwitchedModules
 
 
 class WindowAttention(Strategy):
@@ -26,7 +26,7 @@ class WindowAttention(Strategy):
     exactness = Exactness.REORDERED
 
     def __init__(self) -> None:
-        self._fused: FusedModules | None = None
+        self._fused: SwitchedModules | None = None
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no GPU, no triton, or no window attention that is known."""

@@ -1,15 +1,13 @@
 """Drop-ins of the fused op for the Swin modules of timm, torchvision, Hugging Face and the official repository.
 
-Each class here is laid over a module's own (`dropin_class`): a subclass with another `forward`, and nothing else. Where
-it can't serve a call (no kernels for the device, a mask that is not one of a shift, requested attention weights, hooks
-on layers that the op skips, a program that is exported), it calls the module's own.
+Each class here is laid over a module's own (`accel.kernels.dropins`): a subclass with another `forward`, and nothing
+else. Where it can't serve a call (no kernels for the device, a mask that is not one of a shift, requested attention
+weights, hooks on layers that the op skips, a program that is exported), it calls the module's own.
 """
 
 from __future__ import annotations
 
-import copyreg
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from accel.kernels import support
+from accel.kernels.dropins import DropIn
 from accel.kernels.tables import hides_values
 from accel.kernels.window_attention.attention import shifted_window_attention, window_attention
 from accel.kernels.window_attention.regions import mask_of_regions, regions_of_mask, shift_regions
@@ -27,30 +26,8 @@ _HIGHEST_LOG_SCALE = 4.605170185988092
 _SHIFT_MASK = -100.0
 """The value that Hugging Face adds between regions."""
 
-_dropin_classes: WeakValueDictionary[tuple[type, type], type[nn.Module]] = WeakValueDictionary()
 _read_masks: Any = WeakTensorKeyDictionary()
 """Mask → its version, and its regions."""
-
-
-class DropIn:
-    """Base of the classes that replace a module's own; copies and pickles name the class it had."""
-
-    host: type[nn.Module]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # What object.__reduce_ex__ returns names this class, and pickle insists on it; this is its older form.
-        reduced: Any = super().__reduce_ex__(protocol)
-        _, _, *state = reduced
-        return (copyreg._reconstructor, (self.host, object, None), *state)  # type: ignore[attr-defined]
-
-
-def dropin_class(dropin: type[DropIn], host: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `host` with the methods of `dropin`, under the host's name."""
-    fused = _dropin_classes.get((dropin, host))
-    if fused is None:
-        names = {name: getattr(host, name) for name in ("__module__", "__qualname__", "__doc__")}
-        fused = _dropin_classes[dropin, host] = type(host.__name__, (dropin, host), {"host": host, **names})
-    return fused
 
 
 def runs_fused(x: Tensor) -> bool:

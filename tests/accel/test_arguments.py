@@ -94,7 +94,7 @@ def test_an_optimizer_with_other_parameters_too_is_taken() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"allow": "fast"}, r"allow must be one of 'exact', 'reordered', 'reduced', 'lossy', got 'fast'"),
+        ({"allow": "fast"}, r"allow must be one of 'exact', 'reordered', 'reduced', 'float8', 'lossy', got 'fast'"),
         ({"allow": None}, r"allow must be one of .* got None"),
         ({"allow": ["exact"]}, r"allow must be one of .* got \['exact'\]"),
         ({"allow": "bf16"}, r"allow must be one of .* got 'bf16'; did you mean 'reduced'\?"),

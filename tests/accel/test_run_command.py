@@ -126,7 +126,7 @@ def test_a_spawned_child_knows_nothing_of_accel(tmp_path: Path) -> None:
         (["gone.py"], "SCRIPT must be a Python file, got 'gone.py'"),
         (
             ["--allow", "fast", "train.py"],
-            "--allow must be one of 'exact', 'reordered', 'reduced', 'lossy', got 'fast'",
+            "--allow must be one of 'exact', 'reordered', 'reduced', 'float8', 'lossy', got 'fast'",
         ),
         (["--budget", "much", "train.py"], "budget must be a time or a share, got 'much'"),
         (["--budget", "0.03", "train.py"], "budget without a unit must be at least 1 s, got '0.03'; did you mean"),

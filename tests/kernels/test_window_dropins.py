@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel.kernels.window_attention.libraries import DropIn
+from accel.kernels.dropins import DropIn
 from accel.kernels.window_attention.regions import shift_regions
 from accel.kernels.window_dropins import fuse_window_attention
 from tests.kernels.hosts import MODELS, MODULES, OfficialWindowAttention, need, randomised, serve_cpu

@@ -18,9 +18,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel.kernels import support
+from accel.kernels.dropins import DropIn
 from accel.kernels.window_attention import libraries as window_hosts
 from accel.kernels.window_attention import shifted_window_attention
-from accel.kernels.window_attention.libraries import DropIn
 from accel.kernels.window_dropins import fuse_window_attention
 from tests.kernels.hosts import MODELS, MODULES, OfficialWindowAttention, randomised, serve_cpu, window_operators
 from tests.kernels.test_window_dropins import run, shift_mask

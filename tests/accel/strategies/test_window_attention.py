@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel import strategies
 from accel.kernels import support
-from accel.kernels.window_attention.libraries import DropIn
+from accel.kernels.dropins import DropIn
 from accel.strategies.window_attention import WindowAttention
 from tests.kernels.hosts import MODELS, OfficialWindowAttention, serve_cpu
 
