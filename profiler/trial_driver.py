@@ -153,7 +153,13 @@ def by_epochs(config: TrialConfig, *, phase: str = "") -> Comparing:
 
 
 def before_and_after(
-    config: TrialConfig, *, before: Sequence[float], steps: int, settle: int, reduce: Reduce = statistics.median
+    config: TrialConfig,
+    *,
+    before: Sequence[float],
+    steps: int,
+    settle: int,
+    reduce: Reduce = statistics.median,
+    limit_s: Callable[[], float] = lambda: math.inf,
 ) -> Comparing:
     """Compare the steps before a switch with those after it.
 
@@ -166,10 +172,17 @@ def before_and_after(
         steps: of A that are to run beside them.
         settle: steps to leave out after the switch; a block of its own.
         reduce: how a part of the step times becomes one number.
+        limit_s: the trial ends early once it has made the run longer by more than this; asked after each part.
     """
     before = [*before, *(yield Block(arm="A", steps=steps)).seconds]
     settling = (yield Block(arm="B", steps=settle)).seconds if settle else ()
-    after = (yield Block(arm="B", steps=len(before))).seconds
+    after: list[float] = []
+    cost_s = 0.0
+    while len(after) < len(before) and cost_s <= limit_s():
+        part = max(2, math.ceil(len(before) / _PARTS))
+        after += (yield Block(arm="B", steps=min(part, len(before) - len(after)))).seconds
+        slower_s = len(after) * (reduce(after) - reduce(before))
+        cost_s = max(0.0, settling_cost(settling, reduce(after))) + max(0.0, slower_s)
     number = max(2, min(_PARTS, len(before), len(after)))
     blocks = [[reduce(part) for part in _parts(seconds, number)] for seconds in (before, after)]
     differences = log_ratios(*blocks)
@@ -188,8 +201,6 @@ def before_and_after(
         spread_ms=(max(blocks[1]) - min(blocks[1])) / 2 * 1e3,
         pairs=number,
     )
-    slower_s = len(after) * (reduce(after) - reduce(before))
-    cost_s = max(0.0, settling_cost(settling, reduce(after))) + max(0.0, slower_s)
     return TrialResult(outcome, cost_s, why="faster than the steps before it")
 
 

@@ -156,6 +156,8 @@ _BLOCKS, _BLOCK_S = 10, 0.3
 time."""
 _FAULT_S = 3e-6
 """What a page fault takes at most: on two virtual cores it took 2.7 µs, most of them the zeroing of the page."""
+_BEYOND_S = 1.0
+"""What the trial may cost where the budget allows for less: it can't be repeated, so no brief stall may end it."""
 _SAVED = 0.2
 """Share of the plain steps' page faults from which on it saves some; else the heap had grown before it."""
 
@@ -182,7 +184,12 @@ class ByPageFaults(TrialDesign):
             return TrialResult(None, why=f"page faults take {share:.1%} of the step at most: too little to win")
         steps = _BLOCKS * max(config.block_steps, round(_BLOCK_S / terms.step_s))
         comparison = before_and_after(
-            config, before=plain.seconds, steps=steps - _LOOK, settle=terms.settle, reduce=terms.reduce
+            config,
+            before=plain.seconds,
+            steps=steps - _LOOK,
+            settle=terms.settle,
+            reduce=terms.reduce,
+            limit_s=lambda: max(_BEYOND_S, terms.limit_s()),
         )
         result = yield from drive(comparison, counted.run)
         if share is None:

@@ -88,10 +88,21 @@ def test_epochs_end_where_their_phase_takes_next_to_nothing() -> None:
 def test_before_and_after_switches_once() -> None:
     comparison = before_and_after(CONFIG, before=[0.02] * 5, steps=15, settle=2)
     result, blocks = run(comparison, steps(b=0.016))
-    assert [(block.arm, block.steps) for block in blocks] == [("A", 15), ("B", 2), ("B", 20)]
+    assert [(block.arm, block.steps) for block in blocks] == [("A", 15), ("B", 2), *[("B", 2)] * 10]
     assert result.outcome is not None
     assert (result.outcome.verdict, result.outcome.gain) == ("keep", pytest.approx(1.25))
     assert result.why == "faster than the steps before it"
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("slower", [1.05, 2.0, 40.0])
+def test_before_and_after_ends_once_it_has_cost_what_it_may(slower: float, limit_s: float) -> None:
+    comparison = before_and_after(CONFIG, before=[0.02] * 50, steps=50, settle=2, limit_s=lambda: limit_s)
+    result, blocks = run(comparison, steps(b=0.02 * slower))
+    part_s = 10 * 0.02 * (slower - 1)
+    assert result.cost_s <= limit_s + part_s + 1e-6
+    assert sum(block.steps for block in blocks[2:]) <= 100
+    assert result.outcome is not None and result.outcome.verdict == "drop"
 
 
 def test_a_stall_of_another_process_is_no_cost_of_a_switch() -> None:
