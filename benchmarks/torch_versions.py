@@ -58,8 +58,10 @@ RECORD = Record(
 def packages() -> list[str]:
     """Return what the default tests need beside torch, by pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    return [each for each in wanted if re.split(r"[^\w-]", each)[0] not in _OWN]
+    extras = project["optional-dependencies"]
+    # `dev` names another extra of ours, which isn't on the index.
+    wanted = [*project["dependencies"], *extras["demo"], *extras["dev"]]
+    return [each for each in wanted if re.split(r"[^\w-]", each)[0] not in (*_OWN, project["name"])]
 
 
 def constraints() -> str:

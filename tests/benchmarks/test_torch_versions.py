@@ -58,3 +58,9 @@ def test_each_version_is_recorded_as_it_ends(
     assert last["failures"] == list(outcomes[1].failures)
     shown = torch_versions.RECORD.block({"rows": [row, last], "date": "2026-01-01", "machine": "cpu", "cores": 2})
     assert shown.count(f"| {metadata.version('torch')} |") == 2
+
+
+def test_what_is_installed_can_be_had_from_an_index() -> None:
+    own = metadata.metadata("accel-train")["Name"]
+    assert "pytest>=8.1" in torch_versions.packages() and "scikit-learn" in torch_versions.packages()
+    assert not [each for each in torch_versions.packages() if each.startswith(own)]
