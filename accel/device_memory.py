@@ -20,6 +20,12 @@ def give_memory_back() -> None:
             torch.cuda.empty_cache()
 
 
+def available_memory(device: torch.device) -> int:
+    """Return the bytes that tensors can still get on a CUDA device, with what the caching allocator holds unused."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def total_memory(device: torch.device) -> int:
     """Return the bytes that a device has for this rank, used or not; 0 if that is not known.
 

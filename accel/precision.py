@@ -86,6 +86,23 @@ def autocast_of_call(device: str, dtype: torch.dtype) -> Iterator[None]:
         torch.set_autocast_enabled(device, before)  # what interrupts its beginning or end leaves it as it is
 
 
+@contextlib.contextmanager
+def outside_autocast(device_type: str) -> Iterator[None]:
+    """Leave the loop's autocast for a block, and what it has cast as it is: no cast made within the block is kept.
+
+    That of a weight would belong to a graph that is gone when the loop uses it.
+    """
+    if not torch.is_autocast_enabled(device_type):
+        yield
+        return
+    is_kept = torch.is_autocast_cache_enabled()
+    try:
+        with torch.autocast(device_type, enabled=False, cache_enabled=False):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(is_kept)
+
+
 def why_no_bfloat16(run: Run) -> str:
     """Say why the model's calls should not be made in bfloat16; '' if nothing speaks against it.
 

@@ -173,17 +173,19 @@ class ResidentMemory(NamedTuple):
     now: int
     most: int
     """Since it began."""
+    private: int = 0
+    """Of which a forked process gets copies once it writes to them."""
 
 
 def resident_memory(root: Path = cgroup.ROOT) -> ResidentMemory | None:
     """Return how much memory this process has in RAM, or None if the system doesn't tell."""
     try:
         lines = (root / "proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-        fields = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS:", "VmHWM:")))
-        now, most = (1024 * int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+        fields = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS:", "VmHWM:", "RssAnon:")))
+        now, most, private = (1024 * int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM", "RssAnon"))
     except ours(OSError, ValueError, KeyError, IndexError):
         return None
-    return ResidentMemory(now, max(now, most))  # the kernel updates the latter late
+    return ResidentMemory(now, max(now, most), private)  # the kernel updates the second late
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ A scheduler must not look here: it sees what a job has measured of itself (`acce
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -219,9 +219,24 @@ def _batch_of(path: Path) -> int:
 
 
 def _columns(path: Path, *names: str) -> dict[str, Floats]:
+    rows = read_table(path, dict.fromkeys(names, float))
+    return {name: np.array([row[name] for row in rows]) for name in names}
+
+
+def read_table(path: Path, columns: Mapping[str, Callable[[str], Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a CSV file.
+
+    Args:
+        path: of the file.
+        columns: name → what makes a value of a text.
+
+    Raises:
+        InvalidArgument: if it can't be read or lacks a column.
+    """
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-        return {name: np.array([float(row[name]) for row in rows]) for name in names}
-    except (OSError, KeyError, ValueError) as error:
-        raise InvalidArgument(f"{path} must be a table with the columns {', '.join(names)}: {error!r}") from None
+            return [{name: of(row[name]) for name, of in columns.items()} for row in csv.DictReader(file)]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"{path} must be a table with the columns {', '.join(columns)}. Found: {error!r}"
+        ) from None

@@ -9,16 +9,15 @@ fitted to the steps so far (`JobView`), and nothing else.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 from accel.cluster.jobs import ClusterNode, JobView, Policy
-from accel.cluster.profiles import Application, Noise, StepTime
+from accel.cluster.profiles import Application, Noise, StepTime, read_table
 from accel.errors import InvalidArgument
 from accel.goodput.efficiency import NoiseInterval
 from accel.goodput.fit import fit_throughput
@@ -57,19 +56,7 @@ def read_workload(path: Path) -> list[Submission]:
     Raises:
         InvalidArgument: if it can't be read, lacks a column, or names a job twice.
     """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-        jobs = [
-            Submission(
-                row["name"], int(row["time"]), row["application"], int(row["num_replicas"]), int(row["batch_size"])
-            )
-            for row in rows
-        ]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise InvalidArgument(
-            f"{path} must be a table with the columns {', '.join(Submission._fields)}. Found: {error!r}"
-        ) from None
+    jobs = [Submission(**row) for row in read_table(path, get_type_hints(Submission))]
     if not jobs or len({job.name for job in jobs}) < len(jobs):
         raise InvalidArgument(f"{path} must name at least one job, and none twice. Found: {len(jobs)} lines")
     return jobs
@@ -92,13 +79,7 @@ def read_outages(path: Path) -> list[Outage]:
     Raises:
         InvalidArgument: if it can't be read or lacks a column.
     """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return [Outage(row["node"], float(row["since_s"]), float(row["until_s"])) for row in csv.DictReader(file)]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise InvalidArgument(
-            f"{path} must be a table with the columns {', '.join(Outage._fields)}. Found: {error!r}"
-        ) from None
+    return [Outage(**row) for row in read_table(path, get_type_hints(Outage))]
 
 
 class JobRules(NamedTuple):

@@ -21,6 +21,7 @@ from torch.optim import LBFGS, Optimizer
 from accel.elastic.scaling_rules import AdaScale, BatchScale, Linear, Multipliers, NoScaling, Rule, Sqrt, rule_for
 from accel.errors import InvalidArgument, InvalidState
 from accel.goodput.efficiency import NoiseInterval
+from accel.profiler.loop.device import is_capturing
 from accel.profiler.loop.optimizers import Optimizers
 
 _VERSION = 1
@@ -148,7 +149,7 @@ class LearningRateScaler:
         self._is_stepping = True
         if self.multipliers is _ONE:
             return
-        if _is_capturing():
+        if torch.compiler.is_compiling() or is_capturing():
             raise InvalidState(
                 "a step at a scaled learning rate can't be captured as a CUDA graph or compiled, which would keep that "
                 "rate; capture it at the base batch size, or step outside of it"
@@ -261,11 +262,6 @@ def scaled_values(optimizer: Optimizer, group: Mapping[str, Any], by: Multiplier
 def _shorter(beta: Any, factor: float) -> Any:
     shorter = 1 - factor * (1 - beta)
     return shorter.clamp(min=0) if isinstance(shorter, torch.Tensor) else max(0.0, shorter)
-
-
-def _is_capturing() -> bool:
-    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.compiler.is_compiling() or (started and torch.cuda.is_current_stream_capturing())
 
 
 def _warn_of_inner(optimizer: Optimizer) -> None:

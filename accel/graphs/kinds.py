@@ -158,11 +158,6 @@ def _function_modes() -> list[Any]:
     return [torch._C._get_function_stack_at(place) for place in range(count)]
 
 
-def outside_autocast(kind: str) -> AbstractContextManager[Any]:
-    """Return no autocast, for a backward pass that is captured within a call under autocast: it belongs outside."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
-
-
 def without_cached_casts(kind: str) -> AbstractContextManager[Any]:
     """Return autocast as it is, with no weight taken from its cache or kept there: such a copy is a graph's own."""
     if not torch.is_autocast_enabled(kind):

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from accel.errors import InvalidState
-from accel.graphs.kinds import described, outside_autocast, rebuilt, without_cached_casts
+from accel.graphs.kinds import described, rebuilt, without_cached_casts
 from accel.graphs.obstacles import NotCapturable, unwritten
 from accel.graphs.recorder import CudaGraph, CudaRecorder
+from accel.precision import outside_autocast
 from accel.run.gate import Call
 
 _DONATED = "donated buffers"
@@ -177,7 +178,7 @@ class BackwardGraph:
             )
 
         self.graph: CudaGraph
-        with outside_autocast(recorder.device.type):
+        with outside_autocast(recorder.device.type):  # where it belongs, though it is captured within a call under it
             try:
                 self.graph, gradients = record()
             except RuntimeError as error:
@@ -310,11 +311,9 @@ class Leaves:
                     where[name] = parameter
             for rnn, weights, refs in lists:
                 rnn._flat_weights, rnn._flat_weight_refs = weights, refs
-        if self._has_moved() or self._is_left():
+        has_moved = any(_lies(parameter) != _lies(self.of(parameter)) for _, _, parameter in self._slots)
+        if has_moved or self._is_left():
             raise NotCapturable(_BESIDE)
-
-    def _has_moved(self) -> bool:
-        return any(_lies(parameter) != _lies(self.of(parameter)) for _, _, parameter in self._slots)
 
     def _is_left(self) -> bool:
         known = set(map(id, self._of.values()))

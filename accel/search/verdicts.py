@@ -6,6 +6,7 @@ from accel.guard.comparison import Comparison as Finding
 from accel.profiler.trial import Outcome
 from accel.profiler.trial_driver import TrialResult
 from accel.report import Status, StrategyRow
+from accel.report.words import finite
 from accel.search.plan import without
 from accel.search.state import Candidate, CandidateStage, SearchState
 
@@ -52,7 +53,7 @@ def remove(state: SearchState, name: str, why: str, *, is_slower: bool = False) 
 def record_finding(candidate: Candidate, finding: Finding) -> None:
     """Record the deviation from the plain path that the guard has measured."""
     row = candidate.row
-    row.output_error, row.gradient_error = _json(finding.output_error), _json(finding.gradient_error)
+    row.output_error, row.gradient_error = finite(finding.output_error), finite(finding.gradient_error)
     row.tolerance = finding.tolerance
     candidate.other_draws = finding.other_draws
 
@@ -146,8 +147,3 @@ def _why_not(result: TrialResult, drop_gain: float) -> tuple[Status, str]:
     if outcome.high <= _highest_of_small(drop_gain):
         return "undone", f"gives less than {drop_gain:.0%}"
     return "undone", f"looks {'slower' if outcome.gain < 1 else 'no faster'} on a noisy machine"
-
-
-def _json(value: float) -> float | None:
-    """JSON has no infinity and no NaN."""
-    return value if value == value and abs(value) != float("inf") else None

@@ -20,6 +20,8 @@ from enum import Enum
 
 import torch
 
+from accel.precision import outside_autocast as outside_autocast
+
 
 class Mode(Enum):
     """How the events of a run are handled."""
@@ -82,20 +84,3 @@ def keeping_grad_mode(act: Callable[[], None]) -> None:
         act()
     finally:
         torch._C._set_grad_enabled(enabled)
-
-
-@contextlib.contextmanager
-def outside_autocast(device_type: str) -> Iterator[None]:
-    """Leave the loop's autocast for a block, and what it has cast as it is: no cast made within the block is kept.
-
-    That of a weight would belong to a graph that is gone when the loop uses it.
-    """
-    if not torch.is_autocast_enabled(device_type):
-        yield
-        return
-    is_kept = torch.is_autocast_cache_enabled()
-    try:
-        with torch.autocast(device_type, enabled=False, cache_enabled=False):
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(is_kept)

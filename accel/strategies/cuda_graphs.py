@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from accel.device_memory import available_memory
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.run.context import Shapes, shapes_of
@@ -178,10 +179,8 @@ class DeviceMemory(NamedTuple):
 
 def memory_of(device: torch.device) -> DeviceMemory:
     """Return what a CUDA device has now; the user's peak statistics are read, and not reset."""
-    free, _ = torch.cuda.mem_get_info(device)
-    allocated = torch.cuda.memory_allocated(device)
     peak = torch.cuda.memory_stats(device).get("allocated_bytes.all.peak", 0)
-    return DeviceMemory(free + torch.cuda.memory_reserved(device) - allocated, max(0, peak - allocated))
+    return DeviceMemory(available_memory(device), max(0, peak - torch.cuda.memory_allocated(device)))
 
 
 def why_no_room(available: int, step: int) -> str:

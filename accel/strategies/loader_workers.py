@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, DistributedSampler
 
 from accel.dataio.passes.movable import movable, not_elsewhere, not_read_ahead
 from accel.profiler.bottleneck import Bottleneck
-from accel.profiler.host import available_memory
+from accel.profiler.host import available_memory, resident_memory
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
 from accel.strategies.trial_design import EpochDesign, TrialDesign
@@ -93,8 +92,8 @@ class LoaderWorkers(Strategy):
 
         counts = [n for n in (1, 2, 4, 8) if n <= run.cores]
         threads = [] if unsafe(run.loader.dataset) else [f"{_THREADS}{n}" for n in counts]
-        available, own = available_memory(), _private_bytes()
-        return [*threads, *(n for n in counts if available is None or n * own <= available)]
+        available, own = available_memory(), resident_memory()
+        return [*threads, *(n for n in counts if available is None or own is None or n * own.private <= available)]
 
     def enable(self, run: Run, setting: Any) -> None:
         """Fetch so from the next batch on; begin the next epoch early where the loader has workers of its own."""
@@ -141,15 +140,6 @@ def _refusal_of_own(run: Run) -> str:
     if batches > _LONG_EPOCH:
         return f"an epoch has {batches:,} batches: starting the loader's own workers costs little beside them"
     return ""
-
-
-def _private_bytes() -> int:
-    """Return the bytes of this process that a forked one gets copies of once it writes to them; 0 if unknown."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("RssAnon:")).split()[1])
-    except (OSError, StopIteration, ValueError):
-        return 0
 
 
 def _count(setting: int | str) -> int:

@@ -63,7 +63,7 @@ def events_on(device: torch.device) -> Callable[[], CudaEvent]:
     return functools.partial(CudaEvent, torch.cuda.current_stream(device))
 
 
-def _is_capturing() -> bool:
+def is_capturing() -> bool:
     """Return whether the current stream records a graph: an event would become a part of that."""
     started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return started and torch.cuda.is_current_stream_capturing()
@@ -142,7 +142,7 @@ class DeviceEvents:
             phase, event = self._step[-1]
             self._step[-1] = (_ASIDE, event)
             self._step.append((phase, self._recorded()))
-        elif (code in MEANING or code in PROVISIONAL) and not _is_capturing():
+        elif (code in MEANING or code in PROVISIONAL) and not is_capturing():
             self._step.append((code, self._recorded()))
 
     def _cut(self) -> None:

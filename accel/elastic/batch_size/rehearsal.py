@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.device_memory import give_memory_back
+from accel import device_memory
 from accel.guard import guard
 from accel.guard.alone import local, talks_within_calls
 from accel.guard.guard import Recording
@@ -98,7 +98,7 @@ class BatchRehearsal:
         with untouched:
             reason = self._rehearsed(recording, samples, held)
         if reason:
-            give_memory_back()
+            device_memory.give_memory_back()
         return reason
 
     def _rehearsed(self, recording: Recording, samples: int, held: list[nn.Parameter]) -> str:
@@ -174,5 +174,4 @@ class BatchRehearsal:
         if self._device.type != "cuda" or not talks_within_calls(self._model):
             return None
         now, most = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return now, now, most, free + torch.cuda.memory_reserved(self._device) - now
+        return now, now, most, device_memory.available_memory(self._device)

@@ -246,6 +246,7 @@ def test_resident_memory_grows_with_what_is_used(tmp_path: Path) -> None:
     after = resident_memory()
     assert after is not None
     assert after.now - before.now > 48 << 20
+    assert 1 << 20 < after.private <= after.now
     assert after.most >= after.now
     block.close()
     assert resident_memory(tmp_path) is None

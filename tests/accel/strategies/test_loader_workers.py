@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import accel
 from accel import strategies
 from accel.dataio.passes.proxy import LoaderProxy
+from accel.profiler.host import ResidentMemory
 from accel.run import Run
 from accel.run.gate import Gate
 from accel.search.plan import Plan, fingerprint
@@ -67,16 +68,12 @@ def test_no_more_processes_than_there_is_memory_for_copies_of_this_one(
     available: int | None, own: int, processes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader_workers, "available_memory", lambda: available)
-    monkeypatch.setattr(loader_workers, "_private_bytes", lambda: own)
+    monkeypatch.setattr(loader_workers, "resident_memory", lambda: ResidentMemory(own, own, own))
     run, _ = run_of(DataLoader([object()] * 8))
     settings = LoaderWorkers().settings(run)
     assert [each for each in settings if isinstance(each, int)] == processes
     if not settings:
         assert "no memory for a worker process" in LoaderWorkers().refusal(run)
-
-
-def test_the_bytes_of_this_process_are_known() -> None:
-    assert loader_workers._private_bytes() > 1 << 20
 
 
 LEVEL = [0.0]
