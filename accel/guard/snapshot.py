@@ -1,14 +1,12 @@
 """What a call of a model may change, kept before the call and put back after it, so that it can be made again.
 
-    attributes    plain ones of all modules, without a leading underscore; which buffers and
-                  parameters stand in them
+    attributes    of all modules, but for torch's own; which buffers and parameters stand in them
+    beside        what hooks, code and objects of the user's keep (`accel.guard.beside`), as far as it is small
     containers    lists, dicts, sets and deques among these, also within each other: refilled, so
                   that they stay the same objects
     tensors       buffers and tensors in those containers: written in place
     generators    torch's on the host and on each device, Python's, numpy's, those that modules hold
                   or a call is given
-
-Objects of other classes, and the insides of them, are not looked at.
 
 Two snapshots are taken: a full one around a call that is recorded or replayed, and before each call
 under strategies one of what such calls were seen to change (`Changes`).
@@ -30,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from accel.dataio.fetching.randomness import streams
+from accel.guard.beside import OF_MODULES, owners_beside
 from accel.profiler.interruptions import ours
 from accel.profiler.trees import leaves, shape_of, tensors
 
@@ -40,7 +39,9 @@ MOST_ENTRIES = 2**20
 FEW_ENTRIES = 1000
 """The same before each call under strategies."""
 _SMALL = 1_000_000
-"""Elements of a tensor that is copied before each call under strategies."""
+"""Elements of a tensor that is copied before each call under strategies, or that stands beside the modules."""
+_LARGE = 2**16
+"""Entries of a container beside the modules that is not kept: it is data."""
 _OF_TENSORS = ("_buffers", "_parameters")
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (Tensor, nn.Parameter)
@@ -80,34 +81,50 @@ class ModelSnapshot:
         self, model: nn.Module, devices: Iterable[torch.device] = (), given: Any = (), written: Iterable[Tensor] = ()
     ) -> None:
         self.unkept = ""
-        self._attributes = [(vars(module), plain_attributes(module)) for module in model.modules()]
+        self._attributes = [(module, plain_attributes(module)) for module in model.modules()]
         self._contents, others, is_all = within(value for _, kept in self._attributes for value in kept.values())
         if not is_all:
             self.unkept = f"its modules hold containers with more than {MOST_ENTRIES:,} entries"
         own = [buffer for buffer in model.buffers() if not is_lazy(buffer)] + list(written)
         self._copies = [(tensor, tensor.detach().clone()) for tensor in own]
-        elsewhere = {_memory(tensor) for tensor in (*model.parameters(), *own) if type(tensor) in _PLAIN}
-        self._copy(tensor for tensor in others if _may_be_written(tensor) and _memory(tensor) not in elsewhere)
+        if not self._copy(others, model):
+            self.unkept = f"its modules hold tensors of more than {MOST_BYTES >> 20} MiB in attributes"
+        self._keep_beside(model)
         of_the_host = [Source(stream.name, stream.read, stream.write, is_shared=True) for stream in streams()]
         self._lasting = [*of_the_host, *_of_devices(devices), *own_generators(model)]
         sources = [*self._lasting, *generators_in(leaves(given))]
         self._generators = [(source, source.read()) for source in sources]
 
-    def _copy(self, tensors: Iterable[Tensor]) -> None:
+    def _keep_beside(self, model: nn.Module) -> None:
+        """Keep what is small of the state that stands elsewhere; the call may be made again without the rest."""
+        owners = owners_beside(model)
+        self._beside = [(owner.attributes, dict(zip(owner.names, owner.values, strict=True))) for owner in owners]
+        values = (value for owner in owners for value in owner.values)
+        contents, held, _ = within(each for each in values if not _is_large(each))
+        self._contents += contents
+        self._copy([tensor for tensor in held if tensor.numel() <= _SMALL], model)
+
+    def _copy(self, tensors: Iterable[Tensor], model: nn.Module) -> bool:
+        """Copy those that a call may write to; return whether there was room for all."""
+        known = (*model.parameters(), *(tensor for tensor, _ in self._copies))
+        elsewhere = {_memory(tensor) for tensor in known if type(tensor) in _PLAIN}
         left = MOST_BYTES
         for tensor in tensors:
-            left -= tensor.nbytes
-            if left < 0:
-                self.unkept = f"its modules hold tensors of more than {MOST_BYTES >> 20} MiB in attributes"
-                return
-            self._copies.append((tensor, tensor.detach().clone()))
+            if _may_be_written(tensor) and _memory(tensor) not in elsewhere:
+                left -= tensor.nbytes
+                if left < 0:
+                    return False
+                self._copies.append((tensor, tensor.detach().clone()))
+        return True
 
     def restore(self) -> None:
         """Put back what has changed."""
-        for attributes, kept in self._attributes:
-            for name in [name for name in attributes if _is_plain(name) and name not in kept]:
-                del attributes[name]
-            attributes.update(kept)
+        for module, kept in self._attributes:
+            for name in plain_attributes(module).keys() - kept.keys():
+                del vars(module)[name]
+            vars(module).update(kept)
+        for attributes, kept in self._beside:
+            attributes.update({name: value for name, value in kept.items() if attributes.get(name) is not value})
         refill(self._contents)
         for tensor, value in self._copies:
             if _is_other(tensor, value):
@@ -123,7 +140,7 @@ class ModelSnapshot:
         refilled = {id(each) for each, entries in self._contents if not _are_same(_entries(each), entries)}
         attributes = [
             (attributes, name)
-            for attributes, kept in self._attributes
+            for attributes, kept in [*((vars(module), kept) for module, kept in self._attributes), *self._beside]
             for name, value in kept.items()
             if attributes.get(name) is not value or (refilled and _reaches(value, refilled))
         ]
@@ -227,12 +244,23 @@ def _pairs(some: list[Tensor], others: list[Tensor]) -> list[tuple[list[Tensor],
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that are kept: the user's public ones, and the dicts of tensors."""
-    return {name: value for name, value in vars(module).items() if _is_plain(name)}
+    """Return the attributes of a module that are kept: the user's own, and the dicts of tensors."""
+    private = _keeps_private(type(module))
+    return {name: value for name, value in vars(module).items() if name in _OF_TENSORS or _is_plain(name, private)}
 
 
-def _is_plain(name: str) -> bool:
-    return name in _OF_TENSORS or not (name.startswith("_") or name == "training")
+def _is_plain(name: str, private: bool) -> bool:
+    return name not in OF_MODULES and not name.startswith("_accel_" if private else "_")
+
+
+def _keeps_private(kind: type) -> bool:
+    """Return whether private attributes of such a module are the user's: what wraps others has a life beside calls."""
+    bases = [base.__module__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "torch"]
+    return kind.__module__ not in bases and all(base.startswith("torch.nn.modules.") for base in bases)
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, _CONTAINERS) and len(value) > _LARGE
 
 
 def within(values: Iterable[Any], most: int | None = None) -> tuple[Contents, list[Tensor], bool]:

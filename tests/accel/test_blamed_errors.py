@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import UserList
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +23,12 @@ class Stop(Exception):
 
 
 class Model(nn.Module):
-    """Counts its calls, and does in each what it is given."""
+    """Counts its calls, not in a list, which would be put back, and does in each what it is given."""
 
     def __init__(self, work: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.layer, self.work, self._calls = nn.Linear(2, 2), work, list[int]()
+        self.layer, self.work = nn.Linear(2, 2), work
+        self._calls: UserList[int] = UserList()
 
     def forward(self, x: Tensor) -> Any:
         self._calls.append(1)

@@ -5,6 +5,7 @@ For that, calls are made again on parts of a batch, and on a larger one.
 
 from __future__ import annotations
 
+from collections import UserList
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from tests.accel.loops import Net, loss_of
 from tests.accel.test_own_state import Codebook, Replaced
 
 pytestmark = pytest.mark.usefixtures("only_quick")
-CALLS: list[int] = []
-"""Samples of each call; a list of the model's own would be put back."""
+CALLS: UserList[int] = UserList()
+"""Samples of each call; a list would be put back."""
 
 
 class CountsAndWrites(Codebook):

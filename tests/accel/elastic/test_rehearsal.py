@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+from collections import UserList
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,8 @@ from tests.accel.elastic.batch_loops import PLAIN, Clock, Numbered, batch_run, k
 
 CPU = torch.device("cpu")
 GIB = 2**30
-CALLS: list[int] = []
-"""Samples of each call; a list of the model's own would be restored after a rehearsal."""
+CALLS: UserList[int] = UserList()
+"""Samples of each call; a list would be put back after a rehearsal."""
 
 
 class _FailsBackward(torch.autograd.Function):
@@ -145,7 +146,7 @@ def rehearsal(model: nn.Module, samples: int, *args: Any, **kwargs: Any) -> Batc
 
 
 def test_the_samples_may_stand_in_any_dimension_of_any_input() -> None:
-    seen: list[Any] = []
+    seen: UserList[Any] = UserList()
 
     class Sequences(nn.Module):
         def __init__(self) -> None:

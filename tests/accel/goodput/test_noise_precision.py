@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import UserList
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -168,7 +169,7 @@ def test_step_that_a_grad_scaler_leaves_out_says_nothing() -> None:
 def test_autocast_of_the_loop_is_replayed() -> None:
     model = net()
     optimizer, noise, meter = with_meter(model)
-    dtypes = []
+    dtypes: UserList[torch.dtype] = UserList()  # a list would be put back
     model.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
     around = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
     for _ in train(
