@@ -1,7 +1,8 @@
 """What a call of a model may change beside the attributes of its modules: what the user's hooks, code and objects keep.
 
     hooks       of modules and parameters: their closures, and what a method names of its object
-    code        of modules' own classes, and functions that it names: the globals that it names
+    code        of modules' own classes, and functions that it names: the globals that it names,
+                and the lists, dicts, sets and deques that stand in these classes
     objects     of the user's own classes, in attributes of modules or reached as above: all their attributes
 
 A list of features that a hook appends to, say, or a counter by which a schedule goes. torch's own code is not looked
@@ -30,7 +31,7 @@ _OTHERS = (Tensor, nn.Module, Optimizer, DataLoader, Dataset, ModuleType, type)
 
 
 class Owner(NamedTuple):
-    """Names in a dictionary: attributes of an object, globals of a module; of a closure a copy."""
+    """Names in a dictionary: attributes of an object, globals of a module; of a closure or a class a copy."""
 
     attributes: dict[str, Any]
     names: list[str]
@@ -42,8 +43,8 @@ class Owner(NamedTuple):
 
 def owners_beside(model: nn.Module) -> list[Owner]:
     """Return what holds such state, nearest first."""
-    owners: list[Owner] = []
-    waiting = deque(_roots(model))
+    owners = [_of_class(kind) for kind in dict.fromkeys(map(type, model.modules()))]
+    waiting = deque([*_roots(model), *(value for owner in owners for value in owner.values)])
     seen: dict[int, Any] = {}
     while waiting and len(seen) < _MOST:
         thing = waiting.popleft()
@@ -78,8 +79,17 @@ _ACCUMULATED = "_post_accumulate_grad_hooks"
 
 def _code_of(kind: type) -> list[Any]:
     """Return the functions of a class and its bases, as far as they are the user's own."""
-    own = [base for base in kind.__mro__ if not reach.is_library(base.__module__)]
-    return [value for base in own for value in vars(base).values() if isinstance(value, FunctionType)]
+    return [value for base in _own(kind) for value in vars(base).values() if isinstance(value, FunctionType)]
+
+
+def _of_class(kind: type) -> Owner:
+    named = {f"{base.__name__}.{name}": value for base in _own(kind) for name, value in vars(base).items()}
+    held = {name: value for name, value in named.items() if isinstance(value, list | dict | set | deque)}
+    return Owner(held, list(held))
+
+
+def _own(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if not reach.is_library(base.__module__)]
 
 
 def _entries(thing: Any) -> Iterable[Any]:

@@ -89,20 +89,24 @@ class ModelSnapshot:
         self._copies = [(tensor, tensor.detach().clone()) for tensor in own]
         if not self._copy(others, model):
             self.unkept = f"its modules hold tensors of more than {MOST_BYTES >> 20} MiB in attributes"
-        self._keep_beside(model)
+        in_beside = self._keep_beside(model)
         of_the_host = [Source(stream.name, stream.read, stream.write, is_shared=True) for stream in streams()]
-        self._lasting = [*of_the_host, *_of_devices(devices), *own_generators(model)]
+        self._lasting = [*of_the_host, *_of_devices(devices), *own_generators(model), *in_beside]
         sources = [*self._lasting, *generators_in(leaves(given))]
         self._generators = [(source, source.read()) for source in sources]
 
-    def _keep_beside(self, model: nn.Module) -> None:
-        """Keep what is small of the state that stands elsewhere; the call may be made again without the rest."""
+    def _keep_beside(self, model: nn.Module) -> list[Source]:
+        """Keep what is small of the state that stands elsewhere, and return the random generators there.
+
+        The call may be made again without the rest.
+        """
         owners = owners_beside(model)
         self._beside = [(owner.attributes, dict(zip(owner.names, owner.values, strict=True))) for owner in owners]
-        values = (value for owner in owners for value in owner.values)
+        values = [value for owner in owners for value in owner.values]
         contents, held, _ = within(each for each in values if not _is_large(each))
         self._contents += contents
         self._copy([tensor for tensor in held if tensor.numel() <= _SMALL], model)
+        return generators_in({id(value): value for value in values}.values())
 
     def _copy(self, tensors: Iterable[Tensor], model: nn.Module) -> bool:
         """Copy those that a call may write to; return whether there was room for all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any, ClassVar
 
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import accel
-from accel import strategies
+from accel import entry, strategies
 from accel.guard.snapshot import own_generators
 from accel.run import Run
-from tests.accel.loops import Net, Quick, loss_of, make
+from tests.accel.loops import Net, Quick, assert_trains_the_same, loss_of, make
 
 pytestmark = pytest.mark.usefixtures("only_quick")
 
@@ -32,6 +33,16 @@ class Noisy(Net):
         drawn = one.random() + two.random() + three.rand()
         noise = torch.randn(x.shape, generator=self._generator)
         return super().forward(x + 0.1 * noise + 0.01 * drawn)
+
+
+OF_THE_SCRIPT = np.random.default_rng(6)
+
+
+class Forced(Net):
+    """Draws, for each call, from a generator of the script whether to add noise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.1 * float(OF_THE_SCRIPT.random() < 0.5))
 
 
 class Codebook(Net):
@@ -173,6 +184,7 @@ def trained(kind: type[Net], steps: int, optimized: bool) -> tuple[list[Any], An
     FEATURES.__init__()  # type: ignore[misc]
     model, loader, optimizer = make(kind=kind)
     generator = torch.Generator().manual_seed(5)
+    OF_THE_SCRIPT.bit_generator.state = np.random.default_rng(6).bit_generator.state
     if optimized:
         model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="exact", budget=60)
     done = 0
@@ -187,7 +199,72 @@ def trained(kind: type[Net], steps: int, optimized: bool) -> tuple[list[Any], An
     return state_of(model, generator), report
 
 
-@pytest.mark.parametrize("kind", [Noisy, Codebook, Replaced, Given, *KEPT_BESIDE])
+class Kept:
+    """Keeps what it is called with, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self._calls = 0
+
+    def note(self, _: Any, given: tuple[Tensor], output: Tensor) -> None:
+        self.seen.append(output)
+        self._calls += 1
+
+
+def hooks_of_each_kind(model: Net) -> list[list[Tensor]]:
+    """Register hooks that keep what passes, in the ways that people write them, and return where they keep it."""
+    kept, seen = Kept(), list[Tensor]()
+    model.norm.register_forward_hook(kept.note)
+    model.head.register_forward_hook(lambda _, given, output: kept.seen.append(output))
+    model.inner.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    model.inner.register_forward_hook(functools.partial(lambda to, _, given, output: to.append(output), seen))
+    model.drop.register_forward_hook(lambda _, given, output: KEPT.append(output))
+    model.inner.weight.register_hook(torch.no_grad()(lambda gradient: KEPT.append(gradient)))
+    return [kept.seen, seen, KEPT]
+
+
+class Collects(Net):
+    """Keeps its outputs in its class, and in a list of the script."""
+
+    seen: ClassVar[list[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = super().forward(x)
+        self.seen.append(outputs)
+        COLLECTED.append(outputs)
+        return outputs
+
+
+KEPT: list[Tensor] = []
+COLLECTED: list[Tensor] = []
+
+
+@pytest.mark.parametrize("kind", [Quick, Fails])
+def test_what_hooks_and_forward_keep_is_what_the_loop_s_own_calls_gave(
+    kind: type[Quick], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that clears its lists at the end of a step found what a replay had given in them at the next."""
+    monkeypatch.setattr(strategies, "REGISTRY", [kind])
+    monkeypatch.setattr(Fails, "calls", 0)
+
+    def train(model: Any, loader: Any, optimizer: Any) -> None:
+        model.__class__ = Collects
+        lists = [*hooks_of_each_kind(model), Collects.seen, COLLECTED]
+        for _ in range(10):
+            for x, target in loader:
+                optimizer.zero_grad()
+                outputs = model(x)
+                (loss_of(outputs, target) + sum(each[0].square().mean() for each in lists)).backward()
+                assert [len(each) for each in lists] == [2, 2, 2, 1, 1]
+                for each in lists:
+                    each.clear()
+                optimizer.step()
+        assert entry.optimized(model) is None or accel.explain(model).rows[0].steps > 0
+
+    assert_trains_the_same(train)
+
+
+@pytest.mark.parametrize("kind", [Noisy, Forced, Codebook, Replaced, Given, *KEPT_BESIDE])
 def test_a_search_leaves_the_plain_loop_s_bits(kind: type[Net]) -> None:
     plain, _ = trained(kind, 130, False)
     accelerated, report = trained(kind, 130, True)
@@ -195,7 +272,7 @@ def test_a_search_leaves_the_plain_loop_s_bits(kind: type[Net]) -> None:
     assert report.plan == ({} if kind is Codebook else {"quick": None})
 
 
-@pytest.mark.parametrize("kind", [Noisy, Replaced, Given, *KEPT_BESIDE])
+@pytest.mark.parametrize("kind", [Noisy, Forced, Replaced, Given, *KEPT_BESIDE])
 def test_a_call_that_is_made_again_leaves_the_plain_loop_s_bits(
     kind: type[Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:
