@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,7 +118,8 @@ def dry_run(scheme: Scheme, layout: Layout, topology: Topology, device: torch.de
         channels.append(line)
         if line.size == 1 or line.scope != "within" or device.type != "cpu":
             return line
-        areas = [torch.zeros(HEAD_BYTES + 2 * HALF_BYTES, dtype=torch.uint8)] * line.size
+        # NumPy's zeros become memory where they are written to; torch's are written at once, 64 MB for each bucket.
+        areas = [torch.from_numpy(np.zeros(HEAD_BYTES + 2 * HALF_BYTES, dtype=np.uint8))] * line.size
         return SharedMemoryChannel(line.ranks, line.rank, areas, timedelta(seconds=1))
 
     stages = pipeline_stages(catalogue_settings(scheme), arranged(topology, 0, scheme.hierarchical), memory, channel)
