@@ -422,7 +422,7 @@ def late(rank: int, world: int, folder: Path, late_rank: int) -> dict[str, Any]:
             model(batch).sum().backward()
             optimizer.step()
             if rank == late_rank and step == PAUSE_AT:
-                time.sleep(1.2)
+                time.sleep(0.8)
             if rank == 1 and step == ASK_AT:
                 checkpoint.request()
             steps += 1
@@ -482,7 +482,7 @@ def rank_0_writes_slowly(rank: int, world: int, folder: Path) -> dict[str, Any]:
     raise AssertionError("it was not ended")
 
 
-ODD_STEPS, ODD_PATIENCE_S, PAUSE_S = 60, 0.5, 1.2
+ODD_STEPS, ODD_PATIENCE_S, PAUSE_S = 60, 0.5, 0.8
 
 
 def odd(rank: int, world: int, kind: str) -> dict[str, Any]:

@@ -24,11 +24,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return told(
         {
             **{f"accumulated, {kind}": (elastic_ranks.accumulates_as_one_batch, kind) for kind in PARALLEL},
-            **{
-                f"put off, {kind}, {micro_steps}": (elastic_ranks.optimized_puts_off, kind, micro_steps)
-                for kind in PARALLEL
-                for micro_steps in (1, 3)
-            },
             "left out, the same": (elastic_ranks.one_rank_leaves_steps_out, True),
             "left out, another": (elastic_ranks.one_rank_leaves_steps_out, False),
             "buckets": (elastic_ranks.buckets_put_back,),
@@ -134,13 +129,12 @@ def test_accumulated_batches_are_exchanged_once_and_are_as_one(two: dict[str, li
         assert rank["exchanges"] == rank["plainly"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("kind", PARALLEL)
-def test_steps_and_their_noise_are_counted_where_the_exchange_is_put_off(
-    two: dict[str, list[Any]], kind: str, micro_steps: int
-) -> None:
+def test_steps_and_their_noise_are_counted_where_the_exchange_is_put_off(kind: str, micro_steps: int) -> None:
     """No decision is taken twice, and what is measured is the same on all ranks."""
-    first, second = two[f"put off, {kind}, {micro_steps}"]
+    first, second = run_ranks(elastic_ranks.optimized_puts_off, 2, kind, micro_steps)
     assert (first["note"], second["note"]) == ("", "")
     assert first["weights"] == second["weights"]
     assert first["updates"] == first["counted"] == second["updates"]
