@@ -15,6 +15,10 @@ from typing import Any, Protocol, TypeVar
 # two processes on two cores the kernels' tests took 84 s, and take 37 s. It is read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Nor does any operator wait for a second thread, which on a busy machine takes up to 150 ms, here or in what tests
+# start: a script of 0.15 s took 6 s beside another worker of pytest. Tests of threads say how many they want.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 import torch

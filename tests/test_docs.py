@@ -120,7 +120,6 @@ def test_python_block_compiles_and_runs_if_tagged(
     compiled = compile(code, where, "exec")
     assert tag in {"python", "python run"}
     if tag == "python run":
-        torch.set_num_threads(1)
         exec(compiled, {"__name__": "docs"})
         printed = capsys.readouterr()
         assert printed.out
@@ -136,7 +135,6 @@ def test_the_strategy_of_the_manual_gets_a_verdict_and_is_taken_back(
 ) -> None:
     before = torch.backends.mkldnn.matmul.fp32_precision
     code = next(code for _, _, code in code_blocks() if "CpuBf16Products" in code)
-    torch.set_num_threads(1)
     exec(compile(code, "docs/contributing/strategies.md", "exec"), {"__name__": "docs"})
     assert capsys.readouterr().out.split()[0] in {"kept", "undone", "inconclusive"}
     assert torch.backends.mkldnn.matmul.fp32_precision == before
@@ -150,7 +148,7 @@ def test_the_strategy_of_the_manual_gets_a_verdict_and_is_taken_back(
     ],
 )
 def test_example_runs(example: Path) -> None:
-    done = warm.run(["-m", f"examples.{example.stem}"], cwd=ROOT, environment={"OMP_NUM_THREADS": "1"}, before=QUIET)
+    done = warm.run(["-m", f"examples.{example.stem}"], cwd=ROOT, before=QUIET)
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert "Traceback" not in done.stderr

@@ -174,7 +174,7 @@ def free_port() -> int:
 
 def train_alone(checkpoints: Path, steps: int) -> dict[str, object]:
     """Train with one worker; return the checkpoint."""
-    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     arguments = [TRAIN, f"--checkpoints={checkpoints}", f"--steps={steps}"]
     done = warm.run(arguments, cwd=FOLDER, environment={**one, "MASTER_PORT": str(free_port())})
     assert done.returncode == 0, done.stderr
@@ -196,7 +196,7 @@ class Pods:
     def __init__(self, manifest: Manifest, endpoint: str, folder: Path) -> None:
         self._folder = folder
         self._running: list[subprocess.Popen[bytes]] = []
-        self._environment = os.environ | manifests.environment(manifest) | {"OMP_NUM_THREADS": "1"}
+        self._environment = os.environ | manifests.environment(manifest)
         own = {
             "--rdzv-endpoint": f"--rdzv-endpoint={endpoint}",
             "--local-addr": "--local-addr=127.0.0.1",

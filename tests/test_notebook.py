@@ -18,7 +18,6 @@ def test_the_quickstart_notebook_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     import nbformat
 
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1]))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the operators are tiny: a second thread only waits
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "1")
     book = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(cell.get("outputs") for cell in book.cells), "the notebook is committed without outputs"

@@ -50,7 +50,6 @@ def run_ranks(
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "OMP_NUM_THREADS": "1",
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count)),

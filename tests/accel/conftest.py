@@ -1,11 +1,10 @@
-"""What each test of accel itself gets: one thread, and nothing stays optimized after it."""
+"""What each test of accel itself gets: nothing stays optimized after it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 import accel
 from accel import entry, startup, strategies
@@ -14,12 +13,6 @@ from accel.search.remembered import RememberedPlan
 from tests.accel import loops
 from tests.accel.loops import Quick
 from tests.accel.memory import NOW
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Let no operator wait for a second thread: on a busy machine that takes up to 150 ms."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

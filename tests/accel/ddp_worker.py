@@ -120,7 +120,6 @@ def train(scenario: str, rank: int, steps: int = 0) -> dict[str, Any]:
 
 def main(scenario: str, folder: Path) -> None:
     rank = int(os.environ["RANK"])
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     strategies.REGISTRY[:] = REGISTRIES[scenario]
     loops.play_clock()

@@ -19,7 +19,6 @@ STEPS = 400
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(1)

@@ -145,7 +145,6 @@ def make_loader(data: Dataset[Any] | None = None, *, shuffle: bool = True, **opt
 
 
 def make(seed: int = 0, kind: type[nn.Module] = Net) -> tuple[Any, DataLoader[Any], torch.optim.SGD]:
-    torch.set_num_threads(1)  # two threads wait for each other as soon as the machine has other work
     torch.manual_seed(seed)
     model = kind()
     return model, make_loader(), torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -35,10 +35,7 @@ def step(x, y):
     return loss
 """
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Two threads wait for each other in each operation as soon as the machine has other work, which took 150 ms a step."""
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **ONE_THREAD}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
 """That of an interpreter of its own."""
 
 QUIET = "from accel.profiler import naming\nnaming._crowded = lambda evidence: None\n"
@@ -53,7 +50,7 @@ def script(folder: Path, body: str) -> Path:
 
 
 def accel_profile(folder: Path, *arguments: str, before: str = "") -> CompletedProcess[str]:
-    return warm.run(["-m", "accel", "profile", *arguments], cwd=folder, environment=ONE_THREAD, before=QUIET + before)
+    return warm.run(["-m", "accel", "profile", *arguments], cwd=folder, before=QUIET + before)
 
 
 def profile_ranks(folder: Path, count: int, *arguments: str) -> list[CompletedProcess[str]]:

@@ -23,9 +23,9 @@ def train_on_two_ranks(scenario: str, folder: Path, cache: Path | None = None) -
     With `cache`, each rank has a cache folder of its own in it.
     """
     arguments = ["-m", "tests.accel.ddp_worker", scenario, str(folder)]
-    shared = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     variables = [
-        {**shared, "RANK": str(rank), "ACCEL_CACHE": "0" if cache is None else str(cache / str(rank))} for rank in RANKS
+        {"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "ACCEL_CACHE": "0" if cache is None else str(cache / str(rank))}
+        for rank in RANKS
     ]
     ranks = [warm.Running(arguments, cwd=ROOT, environment=own) for own in variables]
     try:

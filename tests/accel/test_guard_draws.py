@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -210,11 +210,3 @@ def test_draws_are_those_of_float32_in_canonical_order(draw: Callable[[Tensor], 
     assert torch.equal(plain, last)
     assert torch.allclose(plain, half, atol=0.02)
     assert other.noted == noted.noted
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -16,7 +16,7 @@ from accel.profiler.report import Finding, ProfileReport, Saving
 from accel.report.next_step import after_profile, after_run
 from accel.report.report import StrategyRow
 from tests import warm
-from tests.accel.profiled import ONE_THREAD, script
+from tests.accel.profiled import script
 
 
 def profiled(**fields: Any) -> ProfileReport:
@@ -101,4 +101,4 @@ def test_a_script_that_is_profiled_by_an_agent(tmp_path: Path, monkeypatch: pyte
 
 def accel(folder: Path, arguments: list[str]) -> CompletedProcess[str]:
     """Run a command in a process that has imported torch, where a fresh interpreter takes seconds for it."""
-    return warm.run(["-m", "accel", *arguments], cwd=folder, environment=ONE_THREAD)
+    return warm.run(["-m", "accel", *arguments], cwd=folder)

@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from accel.commands.cli import main
 from tests import warm
 from tests.accel.profiled import (
-    ONE_THREAD,
     accel_profile,
     causes,
     in_an_interpreter_of_its_own,
@@ -151,7 +150,7 @@ def test_few_frames_lie_below_a_profiled_script(tmp_path: Path, module: bool) ->
     script(tmp_path, DEPTH)
     arguments = ["-m", "train"] if module else ["train.py"]
     done = accel_profile(tmp_path, "--no-confirm", *arguments)
-    plain = warm.run(arguments, cwd=tmp_path, environment=ONE_THREAD)
+    plain = warm.run(arguments, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     (outside, within), (bare_outside, bare_within) = (map(int, text.split()) for text in (done.stdout, plain.stdout))
@@ -231,7 +230,7 @@ while True:
 
 def test_an_interrupted_script_leaves_a_report(tmp_path: Path) -> None:
     script(tmp_path, UNTIL_STOPPED)
-    running = warm.Running(["-m", "accel", "profile", "train.py"], cwd=tmp_path, environment=ONE_THREAD)
+    running = warm.Running(["-m", "accel", "profile", "train.py"], cwd=tmp_path)
     try:
         warm.wait_for(tmp_path / "ready")
         os.kill(running.pid, signal.SIGINT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests import warm
-from tests.accel.profiled import ONE_THREAD, accel_profile, report, script
+from tests.accel.profiled import accel_profile, report, script
 
 
 def test_the_training_is_that_of_the_plain_script_to_the_bit(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_the_training_is_that_of_the_plain_script_to_the_bit(tmp_path: Path) -> 
     """
     script(tmp_path, body)
     done = accel_profile(tmp_path, "train.py")
-    plain = warm.run(["train.py"], cwd=tmp_path, environment=ONE_THREAD)
+    plain = warm.run(["train.py"], cwd=tmp_path)
 
     assert done.stdout == plain.stdout
     assert report(tmp_path).experiments

@@ -21,7 +21,7 @@ from accel.profiler.script import Script
 from accel.script.training import ScriptTraining
 from tests import warm
 from tests.accel.loops import QUIET, make_loader
-from tests.accel.profiled import ONE_THREAD, script
+from tests.accel.profiled import script
 from tests.accel.script_followed import OPTIONS
 from tests.forks import ROOT
 
@@ -37,7 +37,6 @@ if __name__ == "__main__":
 
 
 def accel_run(folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> CompletedProcess[str]:
-    environment = {**ONE_THREAD, **(environment or {})}
     return warm.run(["-m", "accel", "run", *arguments], cwd=folder, environment=environment, before=QUIET)
 
 
@@ -56,7 +55,7 @@ def test_workers_of_a_loader_are_no_training_in_child_processes(
 
 def test_the_exact_level_prints_the_losses_of_the_plain_script(tmp_path: Path) -> None:
     script(tmp_path, TRAINING)
-    plain = warm.run(["train.py"], cwd=tmp_path, environment=ONE_THREAD)
+    plain = warm.run(["train.py"], cwd=tmp_path)
     options = ["--allow", "exact", "--report", "runs/one", "--budget", "60", "--no-cache"]
     done = accel_run(tmp_path, *options, "train.py", environment={"ACCEL_CACHE": str(tmp_path / "cache")})
 

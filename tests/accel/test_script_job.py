@@ -24,7 +24,7 @@ from accel.profiler import script as script_module
 from accel.profiler.script import Script
 from tests import warm
 from tests.accel.loops import QUIET
-from tests.accel.profiled import ONE_THREAD, ROOT, accel_profile, report, script
+from tests.accel.profiled import ROOT, accel_profile, report, script
 from tests.accel.sigterm import send
 
 NEVER_IMPORTED = "from accel.commands import script_job\nscript_job.after_import = lambda name, then: None\n"
@@ -33,7 +33,7 @@ NEVER_IMPORTED = "from accel.commands import script_job\nscript_job.after_import
 def under(command: str, folder: Path, body: str, before: str = "") -> CompletedProcess[str]:
     """Run a script that imports nothing of torch's under `accel run` or `accel profile`."""
     (folder / "own.py").write_text(body)
-    return warm.run(["-m", "accel", command, "own.py"], cwd=folder, environment=ONE_THREAD, before=before)
+    return warm.run(["-m", "accel", command, "own.py"], cwd=folder, before=before)
 
 
 def in_an_interpreter_of_its_own(folder: Path, *arguments: str) -> CompletedProcess[str]:
@@ -74,7 +74,7 @@ def test_a_script_that_saves_when_it_is_terminated_has_its_checkpoint(tmp_path: 
         """,
     )
     command = ["-m", "accel", "run", "train.py"]
-    done = warm.run(command, cwd=tmp_path, environment=ONE_THREAD, before=QUIET)
+    done = warm.run(command, cwd=tmp_path, before=QUIET)
 
     assert done.stdout.splitlines() == [str(number) for number in range(6)], done.stderr
     assert done.returncode == 143
@@ -88,9 +88,7 @@ def test_switched_off_the_script_ends_by_the_signal_at_once(tmp_path: Path) -> N
         "finally:\n    print('unwound', flush=True)\n"
     )
     command = ["-m", "accel", "run", "own.py"]
-    plain, off = (
-        warm.run(words, cwd=tmp_path, environment={**ONE_THREAD, "ACCEL": "0"}) for words in (command[-1:], command)
-    )
+    plain, off = (warm.run(words, cwd=tmp_path, environment={"ACCEL": "0"}) for words in (command[-1:], command))
     assert (off.returncode, off.stdout) == (plain.returncode, plain.stdout) == (-signal.SIGTERM, "")
 
 
@@ -232,7 +230,7 @@ def test_the_end_of_a_forked_child_is_not_that_of_the_run(tmp_path: Path, comman
                 break
         """,
     )
-    done = warm.run(command, cwd=tmp_path, environment=ONE_THREAD, before=QUIET)
+    done = warm.run(command, cwd=tmp_path, before=QUIET)
 
     assert done.stdout == "3 False\n", done.stderr
     assert done.stderr.count("the run ended after") == 1

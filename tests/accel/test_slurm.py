@@ -75,7 +75,6 @@ def test_tasks_of_srun_save_before_their_limit_and_go_on(tmp_path: Path) -> None
                 **step,
                 **place,
                 "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
                 "PACE_S": "1",
             }
             own.pop("SLURM_STEP_TASKS_PER_NODE", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,6 @@ def each(names: Iterable[str]) -> pytest.MarkDecorator:
     assert set(LOOPS) >= SAMPLE
     slow = [pytest.mark.slow]
     return pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SAMPLE else slow) for name in names])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -113,7 +105,7 @@ def figures() -> str:
 
 @pytest.mark.slow
 def test_a_fresh_process_gives_the_same_bits() -> None:
-    code = "import torch; torch.set_num_threads(1)\nfrom tests.benchmarks.test_loops import figures\nprint(figures())"
+    code = "from tests.benchmarks.test_loops import figures\nprint(figures())"
     fresh = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert fresh.stdout.strip() == figures()
 

@@ -31,7 +31,6 @@ Trained = dict[str, tuple[Tensor, float, list[str]]]
 
 def trained(rank: int, world: int, model: str) -> Trained:
     """Train a model under each plan, always from the same state."""
-    torch.set_num_threads(1)
     ended: Trained = {}
     for name, plan in PLANS.items():
         torch.manual_seed(0)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 
-# Before OpenMP is loaded: torch.set_num_threads(1) is for its own thread, and LAPACK in the threads of hooks would spin
-# on all cores (three quarters of the CPU time of PowerSGD's ranks).
+# Before OpenMP is loaded: LAPACK in the threads of hooks would spin on all cores (three quarters of the CPU time of
+# PowerSGD's ranks).
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest

@@ -16,7 +16,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from tests.forks import ForkServer
@@ -93,7 +92,6 @@ def _rank(
     function: Callable[..., Any], rank: int, world: int, per_host: int, folder: Path, meet: bool, arguments: Any
 ) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", GROUP_RANK=str(rank // per_host), LOCAL_WORLD_SIZE=str(per_host))
-    torch.set_num_threads(1)
     try:
         store = f"file://{folder / 'store'}"
         timeout = timedelta(seconds=120)

@@ -26,13 +26,6 @@ from tests.kernels.hosts import MODELS, MODULES, OfficialWindowAttention, random
 from tests.kernels.test_window_dropins import run, shift_mask
 from tests.sampling import examples
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Models this small gain nothing from more, and lose where other work has the cores."""
-    torch.set_num_threads(1)
-
-
 HOSTS = sorted(MODELS)
 HUGGING_FACE = ("Hugging Face v1", "Hugging Face v2")
 V2_ALONE = pytest.mark.parametrize(

@@ -1,22 +1,15 @@
-"""One thread for each test, and a recorder at work for the tests of what it records."""
+"""A recorder at work, for the tests of what it records."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from accel.profiler.loop.clock import StepClock
 from accel.profiler.loop.recorder import Recorder
 from accel.profiler.phases import Measurement
 from tests.accel.loops import PlayedClock
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Let no operator wait for a second thread: on a busy machine that takes up to 150 ms."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from accel.amp import DynamicLossScale, decorate, undecorate
 from accel import optim
 
 dist.init_process_group("gloo")
-torch.set_num_threads(1)
 rank = dist.get_rank()
 
 

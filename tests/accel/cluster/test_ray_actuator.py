@@ -55,7 +55,7 @@ class RayNodes:
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RayNodes]:
     for name, value in {
-        **{"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RAY_USAGE_STATS_ENABLED": "0"},
+        **{"GLOO_SOCKET_IFNAME": "lo", "RAY_USAGE_STATS_ENABLED": "0"},
         **{"PYTHONPATH": os.getcwd(), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONWARNINGS": "ignore"},
         **{"RAY_gcs_rpc_server_reconnect_timeout_s": "20"},
     }.items():

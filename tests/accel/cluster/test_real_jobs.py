@@ -46,7 +46,6 @@ def test_three_jobs_on_two_slots_see_every_sample_once(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scheduler or a rank are killed at random moments; the first schedule goes undisturbed."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     table = JobTable(tmp_path / "cluster")
     folders = [tmp_path / f"job-{number}" for number in range(3)]
@@ -82,7 +81,6 @@ def test_three_jobs_on_two_slots_see_every_sample_once(
 
 @pytest.mark.slow
 def test_jobs_are_resized_in_place_and_see_every_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     folders, table = [tmp_path / name for name in ("one", "two")], JobTable(tmp_path / "cluster")
     for folder in folders:

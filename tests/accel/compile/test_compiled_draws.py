@@ -155,7 +155,7 @@ def test_the_mask_has_its_mean_and_leaves_other_values_alone() -> None:
 
 @pytest.mark.slow
 def test_the_next_process_finds_what_torch_has_compiled(tmp_path: Path) -> None:
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", SECOND_PROCESS]
     runs = [subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT) for _ in range(2)]
     assert [run.stdout.split() for run in runs] == [["0", "0"], ["1", "0"]], runs

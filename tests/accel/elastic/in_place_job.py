@@ -35,7 +35,6 @@ class Hasty(SavePolicy):
 
 def main(folder: Path, kind: str) -> None:
     """Train in a folder; `kind` is of the job."""
-    torch.set_num_threads(1)
     checkpoint_run.SavePolicy = Hasty  # type: ignore[misc]
     run_noise.interval_of = lambda estimate: NoiseInterval(5000.0, 4000.0, 6000.0)
     dist.init_process_group("gloo")

@@ -188,7 +188,6 @@ def forked(run: Run, rank: int, port: int, folder: Path, log: Path, fault: str) 
     variables = {"RANK": rank, "WORLD_SIZE": run.world, "LOCAL_WORLD_SIZE": run.world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
-    torch.set_num_threads(1)
     lines = Log(log)
     try:
         if fault:

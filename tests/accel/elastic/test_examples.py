@@ -18,7 +18,7 @@ def epochs(printed: str) -> list[int]:
 def test_training_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     for wanted, expected in ((1, [1]), (1, []), (2, [2])):
         command = ["-m", "examples.elastic.train", str(tmp_path / "run"), f"--epochs={wanted}"]
-        done = warm.run(command, cwd=ROOT, environment={"OMP_NUM_THREADS": "1"})
+        done = warm.run(command, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("workers: 1\n")
         assert epochs(done.stdout) == expected

@@ -78,7 +78,6 @@ class Resized:
 
 @pytest.fixture
 def resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Resized]]:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     made: list[Resized] = []
 

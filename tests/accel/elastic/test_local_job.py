@@ -150,7 +150,6 @@ def test_a_wait_has_an_end(stand_in: StandIn) -> None:
 @pytest.mark.slow
 def test_under_torchrun_no_sample_is_lost_when_it_is_resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "logs").mkdir()
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     job = LocalJob(["-m", "tests.accel.elastic.torchrun_job", str(tmp_path)], tmp_path / "checkpoints")
 

@@ -66,7 +66,6 @@ class Training:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The end of a training without a stop, and the checkpoints of all of its steps."""
-    torch.set_num_threads(1)  # as in the tests: with another number sums have other bits
     folder = tmp_path_factory.mktemp("whole")
     training = Training(seed=0)
     training.run(STEPS, Checkpoints(folder, keep=STEPS))

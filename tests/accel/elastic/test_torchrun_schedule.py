@@ -54,7 +54,7 @@ def test_torch_s_own_way_lets_workers_that_are_started_again_miss_each_other(sha
     """Should it be shown no more with a store that is shared, torch has mended it: the advice can go then."""
     (tmp_path / "job.py").write_text(MISSED)
     arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "job.py"]
-    variables = {VARIABLE: "0" if shares else "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    variables = {VARIABLE: "0" if shares else "1", "GLOO_SOCKET_IFNAME": "lo"}
     ended = warm.run(arguments, cwd=tmp_path, environment=variables, timeout_s=TIMEOUT_S)
     assert (ended.returncode != 0) == shares, ended.stderr
     assert ended.stdout.count("met again") == (0 if shares else 2)

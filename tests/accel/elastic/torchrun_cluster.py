@@ -58,7 +58,6 @@ class Nodes:
         variables = {
             VARIABLE: "0" if self._shares else "1",
             "GLOO_SOCKET_IFNAME": host.interface,
-            "OMP_NUM_THREADS": "1",
         }
         variables["PET_NNODES"] = "1:3"  # as --nnodes, which workers can't read of a torchrun that was forked
         where = [*self._meeting.split(), f"--local-addr={host.address}"]

@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from tests.accel.elastic.scheduled_job import Log, Run, train
@@ -17,7 +16,6 @@ PACE_S = float(os.environ.get("PACE_S", "0.25"))
 
 def main(folder: Path) -> None:
     """Train in a folder; each run has a name that sorts by when it began, which all ranks agree on."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     began = [time.time_ns()]

@@ -22,7 +22,6 @@ STEP = 3
 
 def train(folder: Path) -> None:
     """Train until a signal ends this; leave the workers' numbers once the step is under way, and what was raised."""
-    torch.set_num_threads(1)
     torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.1  # s; by itself a worker looks for the loop each 5 s
     noted: list[int] = []
     note = Termination._note

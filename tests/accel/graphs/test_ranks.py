@@ -15,7 +15,6 @@ from accel.graphs import ModelCalls, model_calls
 from tests.accel.graphs.tape import TapeRecorder
 
 dist.init_process_group("gloo")
-torch.set_num_threads(1)
 rank = dist.get_rank()
 
 

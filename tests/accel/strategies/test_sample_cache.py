@@ -328,7 +328,6 @@ OTHERS = tuple(name for name in strategies.names() if name != "sample_cache")
 
 
 def start(seed: int, wrap: bool, **options: Any) -> tuple[Any, Any, Any]:
-    torch.set_num_threads(1)
     torch.manual_seed(seed)
     model: Any = Net()
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
