@@ -200,4 +200,5 @@ def _bounded(saving: Saving | None, room: float) -> Saving | None:
         return saving
     if saving.value > room:
         saving = scaled(saving, room / saving.value)
-    return Saving(value=saving.value, low=saving.low, high=min(saving.high, room))
+    # A quotient and a product round: the value, too, may come out above the room.
+    return Saving(value=min(saving.value, room), low=min(saving.low, room), high=min(saving.high, room))
