@@ -12,72 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from accel.profiler.experiments.update_path import Paths
+from tests import optimizer_changes
+from tests.optimizer_changes import Change, options, turned
 from tests.profiler.test_update_path import KINDS
 
 
-def turned(tensor: Tensor) -> Tensor:
-    """Return a copy with its dimensions in another order in memory."""
-    is_plain = tensor.is_contiguous()
-    order = tuple(range(tensor.dim()))[::-1]
-    return tensor.permute(order).contiguous().permute(order) if is_plain else tensor.contiguous()
-
-
-def _as_another_format(parameters: list[nn.Parameter], optimizer: Any) -> None:
-    for p in parameters:
-        p.data = turned(p.data)
-
-
-def _state_as_another_format(parameters: list[nn.Parameter], optimizer: Any) -> None:
-    for state in optimizer.state.values():
-        state |= {name: turned(value) for name, value in state.items()}
-
-
-def _state_data_as_another_format(parameters: list[nn.Parameter], optimizer: Any) -> None:
-    for state in optimizer.state.values():
-        for value in state.values():
-            value.data = turned(value.data)
-
-
-def _with_gaps(parameters: list[nn.Parameter], optimizer: Any) -> None:
-    for p in parameters:
-        p.data = torch.stack((p.data, p.data), -1)[..., 0]
-
-
-def _smaller(parameters: list[nn.Parameter], optimizer: Any) -> None:
+def _fewer_rows(parameters: list[nn.Parameter], optimizer: Any) -> None:
     parameters[0].data = parameters[0].data[:2].clone()
 
 
-def _larger(parameters: list[nn.Parameter], optimizer: Any) -> None:
+def _more_rows(parameters: list[nn.Parameter], optimizer: Any) -> None:
     parameters[0].data = parameters[0].data.repeat(8, 1)
 
 
-def _in(dtype: torch.dtype) -> Any:
-    def change(parameters: list[nn.Parameter], optimizer: Any) -> None:
-        for p in parameters:
-            p.data = p.data.to(dtype)
-
-    return change
-
-
-def _set_in_groups(**options: Any) -> Any:
-    def change(parameters: list[nn.Parameter], optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            group |= options
-
-    return change
-
-
-def _another_group(parameters: list[nn.Parameter], optimizer: Any) -> None:
-    parameters.append(nn.Parameter(torch.ones(4, 6)[:, ::2]))
-    optimizer.add_param_group({"params": parameters[-1:], "lr": 0.05})
-
-
-def _other_parameters(parameters: list[nn.Parameter], optimizer: Any) -> None:
-    optimizer.state.pop(parameters[0], None)  # a state that is saved may name parameters of groups only
-    parameters[0] = optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(5, 4).T)
-
-
-def _state_in(dtype: torch.dtype) -> Any:
+def _state_in(dtype: torch.dtype) -> Change:
     def change(parameters: list[nn.Parameter], optimizer: Any) -> None:
         for state in optimizer.state.values():
             state |= {name: value.to(dtype) for name, value in state.items() if name != "step"}
@@ -85,7 +33,7 @@ def _state_in(dtype: torch.dtype) -> Any:
     return change
 
 
-def _state_of_another_format(parameters: list[nn.Parameter], optimizer: Any) -> None:
+def _a_state_turned_and_loaded(parameters: list[nn.Parameter], optimizer: Any) -> None:
     state = copy.deepcopy(optimizer.state_dict())
     for values in state["state"].values():
         values |= {name: turned(value) for name, value in values.items()}
@@ -96,36 +44,25 @@ def _state_of_another_format(parameters: list[nn.Parameter], optimizer: Any) -> 
 def _nothing(parameters: list[nn.Parameter], optimizer: Any) -> None: ...
 
 
-CHANGES: dict[str, Any] = {
+CHANGES = optimizer_changes.CHANGES | {
     "nothing": _nothing,
-    "another format": _as_another_format,
-    "a state of another format": _state_as_another_format,
-    "a state of another format in place": _state_data_as_another_format,
-    "a loaded state of another format": _state_of_another_format,
-    "gaps": _with_gaps,
-    "fewer rows": _smaller,
-    "more rows": _larger,
-    "float64": _in(torch.float64),
-    "bfloat16": _in(torch.bfloat16),
-    "float16": _in(torch.float16),
+    "a state turned and loaded": _a_state_turned_and_loaded,
+    "fewer rows": _fewer_rows,
+    "more rows": _more_rows,
     "states in float64": _state_in(torch.float64),
     "states in bfloat16": _state_in(torch.bfloat16),
-    "another group": _another_group,
-    "other parameters": _other_parameters,
-    "a rate that is a tensor": _set_in_groups(lr=torch.tensor(0.05)),
-    "a rate": _set_in_groups(lr=0.05),
-    "a weight decay that is a tensor": _set_in_groups(weight_decay=torch.tensor(0.01)),
-    "momentum that is a tensor": _set_in_groups(momentum=torch.tensor(0.5)),
-    "betas that are tensors": _set_in_groups(betas=(torch.tensor(0.8), torch.tensor(0.9))),
+    "a weight decay that is a tensor": options(weight_decay=torch.tensor(0.01)),
+    "momentum that is a tensor": options(momentum=torch.tensor(0.5)),
+    "betas that are tensors": options(betas=(torch.tensor(0.8), torch.tensor(0.9))),
 }
 
 
-def changed(kind: Any, path: str | None, changes: list[str], **options: Any) -> tuple[list[Tensor], list[str]]:
+def changed(kind: Any, path: str | None, changes: list[str], **given: Any) -> tuple[list[Tensor], list[str]]:
     """Train parameters of some layouts, and change them on the chosen; return them, and what steps raised."""
     torch.manual_seed(0)
     weights = torch.randn(4, 6), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.randn(3)
     parameters = [nn.Parameter(w) for w in weights]
-    optimizer = kind(parameters[:], 0.1, **options)
+    optimizer = kind(parameters[:], 0.1, **given)
     paths, errors = Paths(), []
     for change in [None, None, *changes, None]:
         if change is not None:
@@ -144,8 +81,8 @@ def changed(kind: Any, path: str | None, changes: list[str], **options: Any) -> 
     return [p.detach() for p in parameters], errors
 
 
-def assert_as_plain(kind: Any, path: str, changes: list[str], **options: Any) -> None:
-    (plain, refused), (other, also) = (changed(kind, chosen, changes, **options) for chosen in (None, path))
+def assert_as_plain(kind: Any, path: str, changes: list[str], **given: Any) -> None:
+    (plain, refused), (other, also) = (changed(kind, chosen, changes, **given) for chosen in (None, path))
     assert also == refused
     if refused:  # what a step has done before it raises depends on the path
         return

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from accel.optim import FusedAdam, FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
+from tests import optimizer_changes
 from tests.kernels.optimizer_oracle import update_ref
+from tests.optimizer_changes import turned, weights
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (FusedSGD, {"lr": 0.05}),
@@ -25,33 +27,6 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def turned(tensor: Tensor) -> Tensor:
-    """Return a copy with its dimensions in another order in memory."""
-    order = tuple(range(tensor.dim()))[::-1]
-    return tensor.permute(order).contiguous().permute(order) if tensor.is_contiguous() else tensor.contiguous()
-
-
-def _weights_turned(params: list[nn.Parameter], optimizer: Any) -> None:
-    for p in params:
-        p.data = turned(p.data)
-
-
-def _weights_with_gaps(params: list[nn.Parameter], optimizer: Any) -> None:
-    for p in params:
-        p.data = torch.stack((p.data, p.data), -1)[..., 0]
-
-
-def _states_turned(params: list[nn.Parameter], optimizer: Any) -> None:
-    for state in optimizer.state.values():
-        state |= {name: turned(value) for name, value in state.items()}
-
-
-def _states_turned_in_place(params: list[nn.Parameter], optimizer: Any) -> None:
-    for state in optimizer.state.values():
-        for value in state.values():
-            value.data = turned(value.data)
-
-
 def _a_state_turned_and_loaded(params: list[nn.Parameter], optimizer: Any) -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     for state in saved["state"].values():
@@ -59,55 +34,14 @@ def _a_state_turned_and_loaded(params: list[nn.Parameter], optimizer: Any) -> No
     optimizer.load_state_dict(saved)
 
 
-def _other_weights(params: list[nn.Parameter], optimizer: Any) -> None:
-    for p in params:
-        p.data = torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view(p.shape)
-
-
-def _to(dtype: torch.dtype) -> Any:
-    def change(params: list[nn.Parameter], optimizer: Any) -> None:
-        for p in params:
-            p.data = p.data.to(dtype)
-
-    return change
-
-
-def _rate(lr: Any) -> Any:
-    def change(params: list[nn.Parameter], optimizer: Any) -> None:
-        optimizer.param_groups[0]["lr"] = lr
-
-    return change
-
-
-def _another_group(params: list[nn.Parameter], optimizer: Any) -> None:
-    params.append(nn.Parameter(torch.ones(5, 4).T))
-    optimizer.add_param_group({"params": params[-1:]})
-
-
-def _another_parameter(params: list[nn.Parameter], optimizer: Any) -> None:
-    optimizer.state.pop(params[0], None)
-    params[0] = optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(5, 4).T)
-
-
 def _frozen_or_not(params: list[nn.Parameter], optimizer: Any) -> None:
     params[0].requires_grad_(not params[0].requires_grad)
 
 
-CHANGES: dict[str, Any] = {
-    "weights turned": _weights_turned,
-    "weights with gaps": _weights_with_gaps,
-    "states turned": _states_turned,
-    "states turned in place": _states_turned_in_place,
+CHANGES = optimizer_changes.CHANGES | {
     "a state turned and loaded": _a_state_turned_and_loaded,
-    "other weights": _other_weights,
-    "float64": _to(torch.float64),
-    "float32": _to(torch.float32),
-    "bfloat16": _to(torch.bfloat16),
-    "float16": _to(torch.float16),
-    "a rate that is a tensor": _rate(torch.tensor(0.02)),
-    "a rate": _rate(0.02),
-    "another group": _another_group,
-    "another parameter": _another_parameter,
+    "other weights": weights(lambda data: torch.linspace(-1, 1, data.numel(), dtype=data.dtype).view(data.shape)),
+    "float32": weights(Tensor.float),
     "frozen or not": _frozen_or_not,
 }
 
