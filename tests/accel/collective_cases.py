@@ -26,6 +26,8 @@ from accel.guard.together import OutOfStep
 from accel.search.plan import Plan, fingerprint
 
 STEPS = 30
+LONG = 64
+"""Steps of a run in which something befalls a rank; the plan is taken over within the first 30."""
 PATIENCE_S = 1.0
 VERSION = torch.__version__
 KINDS = ["killed", "stopped", "slow", "no room"]
@@ -240,9 +242,10 @@ def plainly(rank: int) -> None:
 
 
 def slowly(rank: int) -> None:
-    """Let rank 1 compile for longer than the others are patient."""
+    """Let rank 1 compile the first of its graphs for longer than the others are patient."""
     accel.run.ranks.PATIENCE_S = PATIENCE_S
-    _compile(lambda: time.sleep(1.5 * PATIENCE_S if rank == 1 else 0.0))
+    takes_s = [1.5 * PATIENCE_S] if rank == 1 else []
+    _compile(lambda: time.sleep(takes_s.pop() if takes_s else 0.0))
 
 
 def dying(rank: int) -> None:
@@ -289,7 +292,7 @@ def schedule(rank: int, world: int, seed: int) -> dict[str, Any]:
     """Take a plan over while one rank is killed, stopped for a while, slow or out of memory, where chance puts it."""
     chance = random.Random(seed)
     kind, wrap = KINDS[seed % 4], (wrapped, sharded)[seed // 4 % 2]
-    whose, at, compiled = chance.randrange(world), chance.randrange(5, 150), 0
+    whose, at, compiled = chance.randrange(world), chance.randrange(5, LONG - 10), 0
     plainly(rank)
     torch.compiler.reset()
     telling: list[str] = []
@@ -307,7 +310,7 @@ def schedule(rank: int, world: int, seed: int) -> dict[str, Any]:
 
     _compile(before)
     torch.manual_seed(0)
-    model, loader = wrap(Images()), batches(rank, 160)
+    model, loader = wrap(Images()), batches(rank, LONG)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.02)
     began, ended = time.monotonic(), ""
     choices = {"torch_compile": "blocks" if wrap is sharded else "whole model"}

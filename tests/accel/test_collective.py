@@ -76,8 +76,8 @@ def test_a_plan_is_on_on_all_ranks_and_their_weights_stay_equal(under: Callable[
 def faults(once: Once) -> Callable[[str], Ranks]:
     """Return what two ranks found where something goes wrong, or is special, on one."""
     which: dict[str, tuple[Any, ...]] = {
-        "accumulated": (COMPILED, cases.plainly, cases.wrapped, 4),
-        "accumulated plainly": (None, cases.plainly, cases.wrapped, 4),
+        "accumulated": (COMPILED, cases.plainly, cases.wrapped, 2),
+        "accumulated plainly": (None, cases.plainly, cases.wrapped, 2),
         "slow to compile": (COMPILED, cases.slowly),
         "no room": (COMPILED, cases.without_room),
         "another torch": ({}, cases.with_another_torch),
@@ -87,8 +87,8 @@ def faults(once: Once) -> Callable[[str], Ranks]:
         "spread": ({"fused_optimizer": "foreach", **COMPILED}, cases.plainly, cases.spread),
         "spread plainly": (None, cases.plainly, cases.spread),
         "sharded blocks": (BLOCKS, cases.with_aot, cases.sharded),
-        "sharded blocks, accumulated": (BLOCKS, cases.with_aot, cases.sharded, 4),
-        "sharded, accumulated plainly": (None, cases.plainly, cases.sharded, 4),
+        "sharded blocks, accumulated": (BLOCKS, cases.with_aot, cases.sharded, 2),
+        "sharded, accumulated plainly": (None, cases.plainly, cases.sharded, 2),
         "sharded, slow to compile": (BLOCKS, cases.slowly, cases.sharded),
         "sharded, no room": (BLOCKS, cases.without_room, cases.sharded),
         "sharded, failing": (BLOCKS, cases.failing_to_compile, cases.sharded),

@@ -140,6 +140,7 @@ def test_two_ranks_measure_what_one_process_computes(accumulation: int, lossy: b
         assert found[2:] == pytest.approx((SIZE, 2 * accumulation * SIZE))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("make", ["momentum", "adam", "adamw"])
 @pytest.mark.parametrize(("kind", "accumulation"), [("fsdp2", 1), ("fsdp2", 2), ("hsdp", 2)])
 def test_sharded_model_has_the_noise_of_its_replicas(kind: str, accumulation: int, make: str) -> None:
@@ -155,7 +156,7 @@ def test_sharded_model_has_the_noise_of_its_replicas(kind: str, accumulation: in
         assert found == pytest.approx(wanted, rel=1e-3)
 
 
-@pytest.mark.parametrize("make", ["", "adam"])
+@pytest.mark.parametrize("make", [pytest.param("", marks=pytest.mark.slow), "adam"])
 def test_sample_of_a_sharded_model_has_the_noise_of_the_whole_on_average(make: str) -> None:
     """Of one weight in five; each step has another sample."""
     width = 600
