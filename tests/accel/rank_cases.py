@@ -20,9 +20,9 @@ from accel.strategies.trial_design import TrialDesign
 from tests.accel import loops
 from tests.accel.loops import Net, Quick, loss_of
 
-PATIENCE_S = 1.0
+PATIENCE_S = 0.7
 LONG_S = 30.0
-"""Patience where nobody leaves without a word: a busy machine may hold a rank up for more than a second."""
+"""Patience where nobody leaves without a word: a busy machine may hold a rank up for longer."""
 
 Act = Callable[[int, int], None]
 
@@ -239,7 +239,7 @@ def prepared(rank: int, world: int) -> dict[str, Any]:
     _prepare(LONG_S)
     strategies.REGISTRY[:] = [Prepared]
     with _noted() as found:
-        model, _ = _train(rank, [600] * world, nothing, True, epochs=1, ddp=True, join=False)
+        model, _ = _train(rank, [300] * world, nothing, True, epochs=1, ddp=True, join=False)
     found["rows"] = {row.name: (row.status, row.why) for row in accel.explain(model).rows}
     found["alive"] = entry.MODELS[model].session.alive
     found["own collective"] = _own_collective(rank)

@@ -259,6 +259,7 @@ def test_a_callback_in_a_script_that_is_followed_comes_first(followed: ScriptTra
     assert followed.models.modules == [other[0]]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("scheduled", [True, False])
 @pytest.mark.parametrize("steps", [1, 4, 240])
 def test_a_callback_takes_over_what_the_script_has_trained_before(

@@ -60,11 +60,11 @@ def passes_are_heard() -> bool:
 @pytest.mark.parametrize(
     ("folder", "stride", "error"),
     [
-        pytest.param("accel", 12_011, KeyboardInterrupt, id="accel"),
+        pytest.param("accel", 20_011, KeyboardInterrupt, id="accel"),
         pytest.param("accel", 307, KeyboardInterrupt, id="accel, closely", marks=pytest.mark.slow),
-        pytest.param("accel", 12_037, TimeLimit, id="accel, a time limit"),
+        pytest.param("accel", 20_021, TimeLimit, id="accel, a time limit"),
         pytest.param("accel", 311, TimeLimit, id="accel, a time limit, closely", marks=pytest.mark.slow),
-        pytest.param("accel", 12_041, TimeoutError, id="accel, TimeoutError"),
+        pytest.param("accel", 20_023, TimeoutError, id="accel, TimeoutError"),
         pytest.param("accel", 313, TimeoutError, id="accel, TimeoutError, closely", marks=pytest.mark.slow),
         pytest.param(GRAD_MODE, 11, KeyboardInterrupt, id="no_grad"),
         pytest.param(GRAD_MODE, 1, KeyboardInterrupt, id="no_grad, each", marks=pytest.mark.slow),

@@ -99,6 +99,7 @@ def bf16() -> Any:
     return torch.autocast("cpu", torch.bfloat16)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("context", [contextlib.nullcontext, bf16])
 @pytest.mark.parametrize("batches", [cycled, listed, one])
 def test_a_loop_that_repeats_batches_is_made_faster_and_trains_the_same(

@@ -35,7 +35,7 @@ def holding(lock: Path, then: str) -> list[str]:
     from pathlib import Path
     from benchmarks.device_lock import device_lock
     began = time.time()
-    time.sleep(0.3)  # it imports and makes its data
+    time.sleep(0.1)  # it imports and makes its data
     with device_lock(Path({str(lock)!r})):
         since = time.time()
         {then}
@@ -60,7 +60,7 @@ def forever() -> float:
 
 
 def test_one_has_the_device_while_others_prepare_themselves(lock: Path) -> None:
-    jobs = [Job({"number": str(n)}, holding(lock, "time.sleep(0.4)"), 0.1, 30) for n in range(3)]
+    jobs = [Job({"number": str(n)}, holding(lock, "time.sleep(0.15)"), 0.1, 30) for n in range(3)]
     ended = [each.figures for each in Queue(lock, width=3).run(jobs, forever)]
     spans = sorted((each["since"], each["until"], each["began"]) for each in ended)
     assert len(spans) == 3
@@ -306,7 +306,7 @@ def test_the_calls_fit_fifteen_minutes() -> None:
 def test_a_call_in_real_processes(part: str, tmp_path: Path) -> None:
     options = ["--size=tiny", "--model=ncf", "--pace=0.1", "--no-tests", "--limit-s=300"]
     command = [sys.executable, "-m", "benchmarks.gpu.decisive", part, *options, f"--out={tmp_path / 'out'}"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run(
         [*command, f"--cache={tmp_path / 'cache'}"], cwd=ROOT, env=environ, capture_output=True, text=True
     )
