@@ -27,10 +27,11 @@ except OSError:  # it has been deleted
 # fmt: off
 _NAMES = {
     "comm.bandwidth": "measure_links", "comm.catalogue": "register_compressor",
-    "comm.compressor": "Compressor Exact Stage", "comm.dgc": "DGC", "comm.fsdp": "FSDPComm", "comm.half": "Half",
-    "comm.hooks": "CommState hook", "comm.int8": "Int8", "comm.local_sgd": "LocalSGD", "comm.memory": "reshard",
-    "comm.one_bit": "OneBit", "comm.powersgd": "PowerSGD", "comm.ranks.failure": "CommError",
-    "comm.selector": "AutoComm", "comm.sgd_momentum": "take_momentum", "dataio.dali": "DaliLoader",
+    "comm.compressor": "Compressor Exact Stage", "comm.compressor_memory": "reshard", "comm.dgc": "DGC",
+    "comm.fsdp": "FSDPComm", "comm.half": "Half", "comm.hooks": "CommState hook", "comm.int8": "Int8",
+    "comm.local_sgd": "LocalSGD", "comm.one_bit": "OneBit", "comm.powersgd": "PowerSGD",
+    "comm.ranks.failure": "CommError", "comm.selector": "AutoComm", "comm.sgd_momentum": "take_momentum",
+    "dataio.dali": "DaliLoader",
     "dataio.elastic_sampler": "ElasticSampler", "dataio.image_geometry": "RandomResizedCrop Resize ResizeCenterCrop",
     "dataio.image_normalize": "Normalize", "dataio.images": "ImageDataset ImageFolder Slice collate_images tar_samples",
     "dataio.length_balance": "LengthBalancedBatchSampler", "dataio.loader": "ContinuousLoader",
@@ -85,13 +86,13 @@ if TYPE_CHECKING:
     from accel.comm.bandwidth import measure_links
     from accel.comm.catalogue import register_compressor
     from accel.comm.compressor import Compressor, Exact, Stage
+    from accel.comm.compressor_memory import reshard
     from accel.comm.dgc import DGC
     from accel.comm.fsdp import FSDPComm
     from accel.comm.half import Half
     from accel.comm.hooks import CommState, hook
     from accel.comm.int8 import Int8
     from accel.comm.local_sgd import LocalSGD
-    from accel.comm.memory import reshard
     from accel.comm.one_bit import OneBit
     from accel.comm.powersgd import PowerSGD
     from accel.comm.ranks.failure import CommError
@@ -156,7 +157,11 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES and name not in _MODULES:
-        raise AttributeError(f"module 'accel' has no attribute {name!r}; public names: {', '.join(__all__)}")
+        import difflib
+
+        near = difflib.get_close_matches(name, __all__, n=1, cutoff=0.7)
+        meant = f"did you mean accel.{near[0]}?" if near else f"public names: {', '.join(__all__)}"
+        raise AttributeError(f"module 'accel' has no attribute {name!r}; {meant}")
     with startup.counted() if "torch" in sys.modules else contextlib.nullcontext():  # else most of it is torch
         value = import_module(_MODULES[name]) if name in _MODULES else getattr(import_module(_HOMES[name]), name)
     globals()[name] = value

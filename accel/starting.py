@@ -83,7 +83,7 @@ def start(
         taken=taken,
         replayed=settings.plan,
     )
-    session.start(settled=journal.settled)
+    session.start(on_search_end=journal.search_has_ended)
     if multiprocessing.parent_process() is not None:  # a forked one leaves without exit handlers
         Finalize(None, conclude, exitpriority=0)
     elastic = elastic_run_of(

@@ -29,10 +29,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel.comm.compressor import RESIDUAL, Compressor, Exact, check_compressor
+from accel.comm.compressor_memory import LossScale, Memory
 from accel.comm.engine.pipeline import BucketJob
 from accel.comm.engine.reduction import Reduction
 from accel.comm.layout import Layout
-from accel.comm.memory import LossScale, Memory
 from accel.comm.ranks.channel import Channel, ConnectionBroken, GlooChannel, channel_kind, own_store
 from accel.comm.ranks.failure import CommError
 from accel.comm.ranks.object_group import ObjectGroup

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from accel.comm.memory import Slot
+    from accel.comm.compressor_memory import Slot
 
 
 class Extent(NamedTuple):
@@ -79,7 +79,7 @@ class Piece:
     low: int
     high: int
     slot: Slot
-    """What outlives the step; see `accel.comm.memory`."""
+    """What outlives the step; see `accel.comm.compressor_memory`."""
     step: int = 0
     """Number of this step, from 1, the same on all ranks; void steps count."""
     factor: float = 1.0

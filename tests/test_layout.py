@@ -264,9 +264,11 @@ def test_type_checkers_see_no_other_names() -> None:
     assert {name for _, name in FOR_TYPES} == set(PUBLIC) - {"__version__"}
 
 
-def test_unknown_name_is_refused_with_the_public_ones() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'optimise'; public names: AccelError, .*, undo"):
+def test_unknown_name_is_refused_with_the_one_that_was_meant_or_all() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'optimise'; did you mean accel\.optimize\?$"):
         _ = accel.optimise
+    with pytest.raises(AttributeError, match=r"no attribute 'launch'; public names: AccelError, .*, undo"):
+        _ = accel.launch
 
 
 def test_import_of_accel_loads_nothing_beside_the_standard_library() -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ElasticRun:
-    """The batch controller and the checkpoints of one run.
+    """The batch policy and the checkpoints of one run.
 
     `is_alone` returns whether no other model is trained in this process. `previous` is the run of the same model that
     has just ended: what it has trained is not loaded from before its last steps.
@@ -136,8 +136,8 @@ class ElasticRun:
 
     def _decided(self, *, is_saved: bool = False) -> None:
         if self._profile_file is not None and (profile := self.profile()) is not None:
-            assert self.batch is not None and self.batch.record.controller is not None
-            self._profile_file.write(profile, self.batch.record.controller.batch, is_saved=is_saved)
+            assert self.batch is not None and self.batch.record.policy is not None
+            self._profile_file.write(profile, self.batch.record.policy.batch, is_saved=is_saved)
 
     def follow(self, proxy: LoaderProxy, session: Any) -> None:
         """Follow the loader, around the session that follows it: samples are counted and clocks stopped before it."""

@@ -40,7 +40,7 @@ class Action:
     """Look at the other processes on the host when the steps have ended."""
     preparing: frozenset[str] = frozenset()
     """Strategies for whose trials rank 0 prepares, as the other ranks then do."""
-    settled: bool = False
+    after_search: bool = False
     """The search is over; resources of strategies that are off may be released."""
 
     def on_idle_device(self) -> Action:

@@ -251,7 +251,7 @@ def _next_look(state: SearchState, level: StepLevel, next_check: int, step_s: fl
         rest = max(0, min(rest, next_check - state.steps - steps))
     if state.replay is None:
         rest = int(min(rest, max(pace.observe, costs.steps_until_affordable(state, pending) - steps)))
-    return Action(plan=state.plan, rest=rest, steps=steps, settled=True)
+    return Action(plan=state.plan, rest=rest, steps=steps, after_search=True)
 
 
 def _waits_no_more(state: SearchState) -> bool:
@@ -269,7 +269,7 @@ def _waits_no_more(state: SearchState) -> bool:
 def _check_again(state: SearchState) -> Decisions:
     """Let the guard look at the plan, undo it if that fails with each of the next batches, and try what is doubtful."""
     for again in range(state.pace.confirm + 1):
-        action = Action(plan=state.plan, steps=1, check=dict(state.plan), settled=True)
+        action = Action(plan=state.plan, steps=1, check=dict(state.plan), after_search=True)
         result = yield from act(state, action, may_grow=True)
         if result.finding is None or not result.finding.problem or not state.plan:
             break
@@ -372,7 +372,7 @@ def _beside(state: SearchState, candidate: Candidate, load: HostLoad) -> Decisio
         if was_pending and not candidate.has_failed():
             candidate.queue_again()
             return
-    verdicts.settle(state, candidate)
+    verdicts.conclude(state, candidate)
 
 
 def _without(state: SearchState, candidate: Candidate) -> Decisions:

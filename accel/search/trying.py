@@ -68,10 +68,10 @@ def _try_in_turn(state: SearchState, candidate: Candidate) -> Decisions:
     elif is_left:
         candidate.stage = CandidateStage.WAITING
         if not has_news(state):  # else its trial was left for that
-            verdicts.settle(state, candidate)
+            verdicts.conclude(state, candidate)
     else:
         candidate.stage = CandidateStage.DECIDED
-        verdicts.settle(state, candidate)
+        verdicts.conclude(state, candidate)
 
 
 def try_settings(

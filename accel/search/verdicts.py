@@ -25,7 +25,7 @@ def give_up(state: SearchState, candidate: Candidate, status: Status, why: str) 
     candidate.settings_left = None
 
 
-def settle(state: SearchState, candidate: Candidate) -> None:
+def conclude(state: SearchState, candidate: Candidate) -> None:
     """Announce the result of a candidate whose settings have all been tried."""
     if candidate.row.status == "not tried" and not candidate.row.why:
         candidate.row.why = f"the search was interrupted before a verdict, after {candidate.row.steps} steps"

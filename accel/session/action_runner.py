@@ -57,7 +57,7 @@ class ActionRunner:
         """The session's, which come after this."""
         self._clock, self._say = session.clock, say
         self.make_decisions = decisions
-        self.on_settled: Callable[[], bool] = lambda: True
+        self.on_search_end: Callable[[], bool] = lambda: True
         """Called on rank 0 as a search ends, and until it says yes."""
         self.counted_until = 0.0
         """Until when the steps of a rest are counted in the time of the run."""
@@ -70,7 +70,7 @@ class ActionRunner:
         """When the last boundary ended, and how long a GPU was waited for at this one."""
         self._host = HostMeter(session.run)
         self._waits_for = ""
-        self._is_settled = False
+        self._end_is_told = False
 
     def epoch_begins(self) -> None:
         """Stop if the other ranks stopped during the last epoch, which was shorter on this rank."""
@@ -198,7 +198,7 @@ class ActionRunner:
                 events.calls.check.check(action.check, partial(self._ranks.decide, missed=missed))
         if not has_ended:
             return
-        if disturbed and action.settled and action.check is None and not switchboard.trips:
+        if disturbed and action.after_search and action.check is None and not switchboard.trips:
             # What was measured during another model's trials says nothing; rest while they last.
             events.measured.result.forget_steps()
             events.device.forget()
@@ -260,7 +260,7 @@ class ActionRunner:
         own = result if ranks.leads else _for_rank_0(result, switchboard, self._run, before)
         action = ranks.decide(own, decision, missed, 0.0 if first else step_s)
         action = action.on_idle_device() if self._run.cuda else action
-        search_ends = action.settled and not (before is not None and before.settled)
+        search_ends = action.after_search and not (before is not None and before.after_search)
         events.measured.begin(action, events.epochs)
         self._state.rest(action.rest)
         self.counted_until = self._clock.now()
@@ -272,8 +272,8 @@ class ActionRunner:
         if search_ends:
             switchboard.close(switchboard.idle())
         self._is_deciding = False
-        if action.settled and ranks.leads and (search_ends or not self._is_settled):
-            self._is_settled = self.on_settled()
+        if action.after_search and ranks.leads and (search_ends or not self._end_is_told):
+            self._end_is_told = self.on_search_end()
 
     def leave(self, why: str) -> None:
         """Announce to the other ranks that this one has left."""

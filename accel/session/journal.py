@@ -120,7 +120,7 @@ class Journal:
         self._report.parameters = sum(p.numel() for p in parameters if not is_lazy(p))
         self._report.fingerprint = fingerprint(self._run.model)
 
-    def settled(self) -> bool:
+    def search_has_ended(self) -> bool:
         """A search is over: print its outcome in a few lines, write the files; return whether one has been printed.
 
         Nothing is told before a first trial that is still to come, and that of a later search is not printed.

@@ -64,9 +64,9 @@ class Session:
         self.runner = ActionRunner(self, decisions, say)
         self.runner.events = self.events = StepEvents(run, self.state, self.clock, self.switchboard, self.runner, say)
 
-    def start(self, settled: Callable[[], bool] = lambda: True) -> None:
-        """Listen to the loop from now on; `settled` is called on rank 0 as a search ends, and until it says yes."""
-        self.runner.on_settled = settled
+    def start(self, on_search_end: Callable[[], bool] = lambda: True) -> None:
+        """Listen to the loop from now on; as a search ends rank 0 calls `on_search_end`, until that says yes."""
+        self.runner.on_search_end = on_search_end
         self.events.start()
         TURNS.join(self)
 
@@ -84,7 +84,7 @@ class Session:
     def searching(self) -> bool:
         """True while trials may switch strategies on or off; the same on all ranks."""
         action = self.events.measured.action
-        return self.alive and action is not None and not action.settled
+        return self.alive and action is not None and not action.after_search
 
     @property
     def trying(self) -> bool:
@@ -112,7 +112,7 @@ class Session:
         """Forget the times of the present action, and end an idle rest; the batch controller may have changed it."""
         measured = self.events.measured
         measured.forget(is_resized=is_resized)
-        if measured.action is not None and measured.action.settled:
+        if measured.action is not None and measured.action.after_search:
             self.state.wake()
 
     @contextlib.contextmanager

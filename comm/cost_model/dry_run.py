@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from accel.comm.catalogue import CATALOGUE, Scheme, catalogue_settings
+from accel.comm.compressor_memory import Memory
 from accel.comm.cost_model.cost import CollectiveCall, Stages, StageSegment, scaled
 from accel.comm.engine.pipeline import BucketJob
 from accel.comm.engine.reduction import arranged, pipeline_stages
 from accel.comm.layout import Layout
-from accel.comm.memory import Memory
 from accel.comm.ranks import small_sums
 from accel.comm.ranks.channel import Channel
 from accel.comm.ranks.shared_memory import HALF_BYTES, HEAD_BYTES, SharedMemoryChannel

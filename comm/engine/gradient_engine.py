@@ -32,11 +32,11 @@ from torch.autograd import Variable
 from torch.distributed.distributed_c10d import PrefixStore
 
 from accel.comm.catalogue import Scheme, SchemeSettings, catalogue_settings
+from accel.comm.compressor_memory import LossScale, Memory
 from accel.comm.engine.binding import Binding, check_same
 from accel.comm.engine.pipeline import BucketJob, Pipeline
 from accel.comm.engine.reduction import Arrangement, arranged, pipeline_stages
 from accel.comm.layout import Layout
-from accel.comm.memory import LossScale, Memory
 from accel.comm.ranks.channel import Channel, channel_kind
 from accel.comm.ranks.failure import PATIENCE_S
 from accel.comm.ranks.shared_memory import through_memory

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accel.comm.compressor_memory import Slot
 from accel.comm.layout import Layout, Piece
-from accel.comm.memory import Slot
 from accel.comm.ranks.channel import Channel, ConnectionBroken
 from accel.comm.ranks.failure import CommError, RankReport, explained
 from accel.profiler.errors import InvalidArgument

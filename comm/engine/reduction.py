@@ -23,9 +23,9 @@ from torch import Tensor
 
 from accel.comm.catalogue import SchemeSettings
 from accel.comm.compressor import Compressor
+from accel.comm.compressor_memory import Memory
 from accel.comm.engine.pipeline import BucketJob, PipelineStage
 from accel.comm.layout import Piece
-from accel.comm.memory import Memory
 from accel.comm.ranks.channel import Channel
 from accel.comm.ranks.topology import Topology
 

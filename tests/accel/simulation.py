@@ -149,7 +149,7 @@ def simulate(
     action = next(actions)
     while machine.step < steps:
         action = actions.send(machine.answer(action))
-        if until_settled and action.settled:
+        if until_settled and action.after_search:
             break
     return state
 

@@ -141,12 +141,12 @@ class Followed:
 
     def step(self) -> None:
         """Take one action; the report is printed when a search ends, as in a run."""
-        was_settled = self._action.settled
+        was_settled = self._action.after_search
         with redirect_stderr(self.printed):
             self._action = self._decisions.send(self._machine.answer(self._action))
             self.session.steps = self._machine.step
-            if self._action.settled and not (self.settled and was_settled):
-                self.settled = self.journal.settled()
+            if self._action.after_search and not (self.settled and was_settled):
+                self.settled = self.journal.search_has_ended()
 
 
 def some_candidates() -> list[Any]:

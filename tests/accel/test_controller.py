@@ -371,7 +371,7 @@ def test_what_takes_seconds_once_is_cheap_beside_slow_steps(slower: float, first
 def test_a_finished_plan_is_looked_at_now_and_then_only() -> None:
     machine = Machine(speed={"good": 1.5})
     simulate([candidate("good")], machine, until_settled=False, steps=4000, pace=FAST)
-    held = [action for action in machine.actions if action.settled and action.check is None]
+    held = [action for action in machine.actions if action.after_search and action.check is None]
 
     assert {action.rest for action in held[:3]} == {0}  # the usual step time is learnt first
     rested = sum(action.rest for action in held)
@@ -382,7 +382,7 @@ def test_where_nothing_is_on_or_waits_the_loop_is_hardly_looked_at() -> None:
     """A measured step takes 50 µs: 50 of 200 steps of 0.5 ms added 2.5 %."""
     machine = Machine(speed={"slow": 0.9}, drift=lambda step: 0.0005 / PLAIN_S)
     controller = simulate([candidate("slow")], machine, steps=40_000, until_settled=False)
-    held = [action for action in machine.actions if action.settled]
+    held = [action for action in machine.actions if action.after_search]
     assert controller.plan == {} and held
     rested = sum(action.rest for action in held)
     assert rested > 0.96 * sum(action.rest + action.steps for action in held)
@@ -451,7 +451,7 @@ def test_blocks_of_slow_steps_have_fewer() -> None:
         controller = simulate([candidate("good")], machine)
         assert controller.plan == {"good": None}
         counted = {
-            action.steps for action in machine.actions if action.plan and not action.settled and not action.anatomy
+            action.steps for action in machine.actions if action.plan and not action.after_search and not action.anatomy
         }
         assert counted == ({steps} if steps == 2 else {2, steps - 2, steps})
 

@@ -362,7 +362,7 @@ def test_in_a_whole_epoch_every_step_counts_and_nothing_twice(monkeypatch: pytes
         for _ in range(3):
             results.append((yield Action(plan={}, whole_epoch=True)))
         while True:
-            yield Action(plan={}, rest=50, steps=1, settled=True)
+            yield Action(plan={}, rest=50, steps=1, after_search=True)
 
     model: Any = Network(4, 2)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)

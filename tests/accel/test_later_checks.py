@@ -26,7 +26,7 @@ class Fails(Machine):
 
     def answer(self, action: Action) -> Result:
         result = super().answer(action)
-        if action.check is not None and action.settled:
+        if action.check is not None and action.after_search:
             self.checks.append(self.step)
             if len(self.checks) <= self.failures:
                 result.finding = Comparison(PROBLEM, 0.0)

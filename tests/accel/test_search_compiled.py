@@ -46,7 +46,7 @@ def test_a_plan_that_became_slower_is_not_compiled_once_more_without_each_of_its
     assert list(controller.plan) == ["x", "compile"]
     assert any("became slower" in event.text for event in controller.events)
     assert list(machine.compiled_at) == [("compile", "x")]
-    tried_again = machine.actions[next(n for n, action in enumerate(machine.actions) if action.settled) :]
+    tried_again = machine.actions[next(n for n, action in enumerate(machine.actions) if action.after_search) :]
     assert any(action.plan == {"x": None} for action in tried_again)
 
 

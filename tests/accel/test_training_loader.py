@@ -116,7 +116,7 @@ def test_a_rest_is_not_watched() -> None:
     def decisions() -> Any:
         yield Action(plan={}, rest=5, steps=3, anatomy=True)
         while True:
-            yield Action(plan={}, rest=50, steps=1, settled=True)
+            yield Action(plan={}, rest=50, steps=1, after_search=True)
 
     session.runner.make_decisions = decisions
     for x, target in loader:

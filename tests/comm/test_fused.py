@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from accel.comm.compressor import BlockCompressor
+from accel.comm.compressor_memory import Slot
 from accel.comm.dgc import largest
 from accel.comm.int8 import Int8
 from accel.comm.layout import Layout, Piece
-from accel.comm.memory import Slot
 from accel.comm.one_bit import OneBit
 from accel.kernels import support
 from tests.comm import test_top_k

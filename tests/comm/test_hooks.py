@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.compressor import Exact
+from accel.comm.compressor_memory import reshard
 from accel.comm.engine import gradient_engine
 from accel.comm.half import Half
 from accel.comm.hooks import CommState, hook
-from accel.comm.memory import reshard
 from tests.comm.cases import (
     COMPRESSORS,
     SECONDS,

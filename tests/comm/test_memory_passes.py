@@ -12,13 +12,13 @@ import torch
 
 from accel.comm.catalogue import SchemeSettings
 from accel.comm.compressor import Compressor
+from accel.comm.compressor_memory import Memory
 from accel.comm.cost_model.dry_run import DryChannel
 from accel.comm.engine.pipeline import BucketJob
 from accel.comm.engine.reduction import arranged, pipeline_stages
 from accel.comm.half import Half
 from accel.comm.int8 import Int8
 from accel.comm.layout import Layout
-from accel.comm.memory import Memory
 from accel.comm.powersgd import PowerSGD
 from accel.comm.ranks.topology import Topology
 from tests.comm.memory_traffic import Traffic

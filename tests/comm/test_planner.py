@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.comm.catalogue import CATALOGUE, Scheme, allowed, catalogue_settings
+from accel.comm.compressor_memory import reshard
 from accel.comm.cost_model.choice import ObservedStep
 from accel.comm.engine.binding import Binding
 from accel.comm.hooks import CommState, hook
 from accel.comm.layout import Layout
-from accel.comm.memory import reshard
 from accel.comm.ranks.channel import GlooChannel
 from accel.comm.selection.offers import self_test
 from accel.comm.selection.planner import Planner, StepRecorder

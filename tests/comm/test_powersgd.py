@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel.comm.compressor_memory import Memory
 from accel.comm.layout import Layout, Piece
-from accel.comm.memory import Memory
 from accel.comm.powersgd import PowerSGD
 from tests.comm import cases
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from accel.comm import dgc
 from accel.comm.catalogue import SchemeSettings
 from accel.comm.compressor import RESIDUAL, Compressor, Exact
+from accel.comm.compressor_memory import Memory
 from accel.comm.cost_model.dry_run import DryChannel
 from accel.comm.dgc import DGC
 from accel.comm.engine.pipeline import BucketJob
@@ -21,7 +22,6 @@ from accel.comm.engine.reduction import Arrangement, arranged, pipeline_stages
 from accel.comm.half import Half
 from accel.comm.int8 import Int8
 from accel.comm.layout import Layout
-from accel.comm.memory import Memory
 from accel.comm.one_bit import OneBit
 from accel.comm.powersgd import PowerSGD
 from accel.comm.ranks.topology import Topology

@@ -58,30 +58,30 @@ class BatchAgreement:
             seconds: None of a step that is not like those to come.
             may_decide: no candidate is on.
         """
-        step, controller = self._step, self._record.controller
+        step, policy = self._step, self._record.policy
         is_judged = self._due - step.ended < JUDGED or self._sampler.num_replicas > 1
-        if controller is None:
+        if policy is None:
             self._first_steps.append((step.batches, self._sampler.ledger.steps_left == 0))
-        elif seconds is not None and is_judged and not self._exchange_changed(controller):
-            controller.timed(step.samples, seconds, step.batches // step.by_loop)
+        elif seconds is not None and is_judged and not self._exchange_changed(policy):
+            policy.timed(step.samples, seconds, step.batches // step.by_loop)
         if step.ended < self._due or not may_decide:
             return False
         self._decide() if self._planned is None else self._rehearse(self._planned)
         return True
 
-    def _exchange_changed(self, controller: BatchPolicy) -> bool:
+    def _exchange_changed(self, policy: BatchPolicy) -> bool:
         """Notice that gradients are exchanged in another form, the same on all ranks, and time all batches anew."""
         before, active = self._exchange, self._session.switchboard.active  # nearly always none
         treats = Bottleneck.COMMUNICATION
         self._exchange = [name for name in active if treats in self._session.strategies[name].treats] if active else []
         if self._exchange == before:
             return False
-        controller.time_anew()
+        policy.time_anew()
         self._due = min(self._due, self._step.ended + TIMED + 1)
         return True
 
     def _decide(self) -> None:
-        if self._record.controller is None:
+        if self._record.policy is None:
             self._begin()
         self._noise.check()
         mine = self._sampler.ledger.dealt_ahead, self._step.refusal
@@ -89,7 +89,7 @@ class BatchAgreement:
         self._take(decision, ahead)
 
     def _begin(self) -> None:
-        """Make the controller, with the batch that the loop has without it."""
+        """Make the policy, with the batch that the loop has without it."""
         record, replicas = self._record, self._sampler.num_replicas
         self._ranks = Ranks()
         self._ranks.join(since=self._called_at)
@@ -101,15 +101,15 @@ class BatchAgreement:
 
     def _decided(self, brought: list[tuple[int, str]]) -> tuple[BatchDecision, int, bool, NoiseInterval | None]:
         """Return rank 0's decision, the most batches dealt ahead, whether the batch is settled, and the known noise."""
-        controller, step, noise = self._record.controller, self._step.ended, self._noise.estimate()
-        assert controller is not None
+        policy, step, noise = self._record.policy, self._step.ended, self._noise.estimate()
+        assert policy is not None
         refusal = next((refusal for _, refusal in brought if refusal), "")
-        if controller.batches.accumulates and refusal:
-            controller.batches.accumulates = False
-            decision = controller.fall_back(step, noise, f"the loop's gradients can't be accumulated: {refusal}")
+        if policy.batches.accumulates and refusal:
+            policy.batches.accumulates = False
+            decision = policy.fall_back(step, noise, f"the loop's gradients can't be accumulated: {refusal}")
         else:
-            decision = controller.decide(step, noise)
-        return decision, max(ahead for ahead, _ in brought), controller.is_settled, noise
+            decision = policy.decide(step, noise)
+        return decision, max(ahead for ahead, _ in brought), policy.is_settled, noise
 
     def _rehearse(self, planned: BatchDecision) -> None:
         """Take a larger batch if all ranks have the memory for it."""
@@ -130,16 +130,16 @@ class BatchAgreement:
 
     def _rehearsed(self, planned: BatchDecision, brought: list[tuple[str, int]]) -> tuple[BatchDecision, int]:
         """Return the batch planned, or another if a rank has brought a problem; and the most batches dealt ahead."""
-        controller, step, noise = self._record.controller, self._step.ended, self._noise.known
-        assert controller is not None
+        policy, step, noise = self._record.policy, self._step.ended, self._noise.known
+        assert policy is not None
         decision, problem = planned, next((problem for problem, _ in brought if problem), "")
         if problem:
             if planned.accumulated > 1 and self._local(planned) <= self._record.fits:
-                controller.batches.accumulates = False
-                decision = controller.fall_back(step, noise, f"gradients are not accumulated: {problem}")
+                policy.batches.accumulates = False
+                decision = policy.fall_back(step, noise, f"gradients are not accumulated: {problem}")
             else:
                 at_once = planned.batch // planned.accumulated
-                decision = controller.refuse(at_once, step, noise, f"{at_once} samples are too many: {problem}")
+                decision = policy.refuse(at_once, step, noise, f"{at_once} samples are too many: {problem}")
         return decision, max(ahead for _, ahead in brought)
 
     def _met(self, what: str, mine: Any, answer: Callable[[list[Any]], T]) -> T:

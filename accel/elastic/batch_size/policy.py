@@ -240,11 +240,11 @@ class BatchPolicy:
         micro_batches: batches of a rank in a step, whose gradients the loop accumulates.
 
     Example:
-        >>> controller = BatchPolicy(base_batch=32, max_batch_size=128)
+        >>> policy = BatchPolicy(base_batch=32, max_batch_size=128)
         >>> for _ in range(12):
-        ...     controller.timed(32, 0.010)
+        ...     policy.timed(32, 0.010)
         >>> noise = NoiseInterval(2000.0, 1500.0, 2600.0)
-        >>> controller.decide(12, noise).batch  # tried: nothing is known yet of larger ones
+        >>> policy.decide(12, noise).batch  # tried: nothing is known yet of larger ones
         64
     """
 
@@ -394,7 +394,7 @@ class BatchPolicy:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, also on another number of ranks: the batch is then the nearest that they can share.
 
-        The user's batch is that of this controller: make it with that of the state.
+        The user's batch is that of this policy: make it with that of the state.
         """
         self.times.load_state_dict(state["times"])
         self.decisions = [BatchDecision(**each) for each in state["decisions"]]

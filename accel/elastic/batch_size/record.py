@@ -33,7 +33,7 @@ class BatchRecord:
     """The record of a run's batch.
 
     Attributes:
-        controller: made once it is known how many batches a step has.
+        policy: made once it is known how many batches a step has.
         leads: this rank decides.
         most_tried: the largest batch that is tried beside the user's: an epoch of it has some steps to judge it by.
         base: samples of a step as the user wrote it, over the ranks that the training began on; None until known.
@@ -47,7 +47,7 @@ class BatchRecord:
         self._run, self.sampler = run, cast("ElasticSampler", run.loader.batch_sampler)
         self.step, self.noise, self.rates = step, noise, rates
         self.max_batch_size = self.most_tried = max_batch_size
-        self.controller: BatchPolicy | None = None
+        self.policy: BatchPolicy | None = None
         self.leads = False
         self.base: int | None = None
         self.local_base = self.fits = step.local
@@ -61,7 +61,7 @@ class BatchRecord:
         return self.sampler.num_replicas * self.step.by_loop
 
     def begin(self, first: Sequence[tuple[int, bool]], gather: Gather | None) -> None:
-        """Make the controller by the loop's first steps, see `batches_of_a_step`."""
+        """Make the policy by the loop's first steps, see `batches_of_a_step`."""
         step, replicas, before = self.step, self.sampler.num_replicas, self._restored.get("micro_batches")
         step.by_loop = batches_of_a_step(first, before)
         if self.base is None or step.by_loop != before:
@@ -69,14 +69,14 @@ class BatchRecord:
         self.check()  # with the batches of a step
         most = self.most_tried = min(self.max_batch_size, max(self.base, self.sampler.length // LEAST_STEPS))
         nodes = -(-replicas // int(os.environ.get("LOCAL_WORLD_SIZE", replicas)))
-        controller = BatchPolicy(self.base, most, replicas=replicas, nodes=nodes, micro_batches=step.by_loop)
-        self.controller = controller
+        policy = BatchPolicy(self.base, most, replicas=replicas, nodes=nodes, micro_batches=step.by_loop)
+        self.policy = policy
         step.watch(self._run.model, self._run.optimizers)
-        controller.batches.accumulates = not step.refusal
+        policy.batches.accumulates = not step.refusal
         self.noise.begin(replicas, gather, self._restored.get("noise"))
-        controller.steps_before = step.ended_before
+        policy.steps_before = step.ended_before
         if self._restored.get("controller") is not None:
-            controller.load_state_dict(self._restored["controller"])
+            policy.load_state_dict(self._restored["controller"])
 
     def check(self) -> None:
         """Raise InvalidArgument if the largest batch allowed is below the user's, or leaves a rank without a sample."""
@@ -94,9 +94,9 @@ class BatchRecord:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        step, controller, meter, known = self.step, self.controller, self.noise.meter, self.noise.known
+        step, policy, meter, known = self.step, self.policy, self.noise.meter, self.noise.known
         return {
-            "controller": self._restored.get("controller") if controller is None else controller.state_dict(),
+            "controller": self._restored.get("controller") if policy is None else policy.state_dict(),
             "noise": self._restored.get("noise") if meter is None else meter.noise.state_dict(),
             "known_noise": None if known is None else list(astuple(known)),
             "progress": self.rates.progress,

@@ -56,21 +56,21 @@ class BatchReport:
                 measured=decision.measured or None,
                 noise=finite(decision.noise),  # that of pure noise is infinite
             )
-            for decision in (() if record.controller is None else record.controller.decisions)
+            for decision in (() if record.policy is None else record.policy.decisions)
         ]
 
     def profile(self, restart_s: float, lost: LostTime) -> JobProfile | None:
         """Return the job's profile; None while too little is known, and on ranks that don't decide."""
         record = self._record
-        controller, noise, epochs = record.controller, record.noise.known, record.sampler.turns.total
-        if controller is None or noise is None or not record.leads or (model := controller.times.model) is None:
+        policy, noise, epochs = record.policy, record.noise.known, record.sampler.turns.total
+        if policy is None or noise is None or not record.leads or (model := policy.times.model) is None:
             return None
-        base = controller.base_batch
+        base = policy.base_batch
         return JobProfile(
             model=model,
             noise=noise,
             base_batch=base,
-            limits=controller.batches.limits(record.most_tried),
+            limits=policy.batches.limits(record.most_tried),
             most_replicas=record.most_replicas,
             restart_s=restart_s,
             progress=record.rates.progress,

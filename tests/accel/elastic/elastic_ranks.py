@@ -316,13 +316,13 @@ def optimized_puts_off(rank: int, world: int, kind: str, micro_steps: int) -> di
     run = entry.optimized(model)
     assert run is not None and run.elastic is not None and run.elastic.batch is not None
     batch = run.elastic.batch
-    assert batch.noise.meter is not None and batch.record.controller is not None
+    assert batch.noise.meter is not None and batch.record.policy is not None
     found = {
         "updates": len(steps),
         "counted": batch.record.step.ended,
         "by_loop": batch.record.step.by_loop,
         "base": batch.record.base,
-        "decided": [each.batch for each in batch.record.controller.decisions],
+        "decided": [each.batch for each in batch.record.policy.decisions],
         "taken": taken,
         "note": batch.report.note,
         "measured": batch.noise.meter.noise.measured,

@@ -26,7 +26,7 @@ def test_a_loop_that_accumulates_keeps_its_batches_per_step(
             optimizer.step()
             optimizer.zero_grad()
 
-    controller = batch_run(model).record.controller
+    controller = batch_run(model).record.policy
     assert controller is not None
     assert controller.base_batch == 16
     assert controller.batch == reached
@@ -66,6 +66,6 @@ def test_a_look_before_the_fourth_step_is_no_accumulation(job: Any, clock: Clock
         nn.functional.mse_loss(model(x), y).backward()
         clock.now += 1e-3
         optimizer.step()
-    controller = batch_run(model).record.controller
+    controller = batch_run(model).record.policy
     assert controller is not None and controller.base_batch == 8
     assert controller.batch == 64

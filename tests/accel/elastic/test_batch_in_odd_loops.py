@@ -39,7 +39,7 @@ def test_an_optimizer_that_calls_its_bases_step_is_one(job: Any, clock: Clock, n
     optimized = entry.optimized(model)
     assert optimized is not None
     assert optimized.session.run.optimizers == [optimizer]
-    assert batch_run(model).record.controller.batch > 8  # type: ignore[union-attr]
+    assert batch_run(model).record.policy.batch > 8  # type: ignore[union-attr]
 
 
 def test_a_batch_leaves_an_epoch_steps_to_be_judged_by(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_a_batch_leaves_an_epoch_steps_to_be_judged_by(clock: Clock, monkeypatch
     )
     for _ in range(60):
         train(model, loader, optimizer, clock, nothing)
-    controller = batch_run(model).record.controller
+    controller = batch_run(model).record.policy
     assert controller is not None
     assert 8 < controller.batch <= 250
     assert controller.steps_missing() == 0
@@ -76,7 +76,7 @@ def test_another_model_that_is_trained_before_the_loop_tells_nothing_of_its_loss
     run = batch_run(model)
     assert not run.noise.trend.falls()
     train(model, loader, optimizer, clock, nothing)
-    assert run.report.note == "" and run.record.controller is not None and run.record.controller.batch == 64
+    assert run.report.note == "" and run.record.policy is not None and run.record.policy.batch == 64
 
 
 def test_a_rule_that_fails_ends_the_following_and_not_the_loop(
@@ -163,8 +163,8 @@ def test_a_batch_that_comes_again_after_a_break_is_no_look(
         optimizer.step()
         seen += index.tolist()
     run = batch_run(model)
-    assert run.record.controller is not None
-    assert (run.report.note, run.record.controller.base_batch) == ("", 8)
+    assert run.record.policy is not None
+    assert (run.report.note, run.record.policy.base_batch) == ("", 8)
     assert len(set(seen[:3000])) == len(seen[:3000])
 
 

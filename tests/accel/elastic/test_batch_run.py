@@ -33,7 +33,7 @@ def test_the_batch_grows_by_goodput_and_each_epoch_has_each_sample_once(job: Any
     sizes = [len(batch) for batch in itertools.chain(*epochs)]
     assert sizes[0] == 8
     assert max(sizes) == 256
-    assert batch_run(model).record.controller.batch == 256  # type: ignore[union-attr]
+    assert batch_run(model).record.policy.batch == 256  # type: ignore[union-attr]
     assert len(loader) == -(-3000 // 256)
 
 
@@ -55,7 +55,7 @@ def test_a_noise_scale_without_an_upper_end_is_none_in_the_report(
     monkeypatch.setattr("accel.elastic.batch_size.run_noise.interval_of", lambda estimate: pure)
     model, loader, optimizer = growing(job, 64)
     train(model, loader, optimizer, clock, nothing)
-    controller = batch_run(model).record.controller
+    controller = batch_run(model).record.policy
     assert controller is not None and math.inf in [decision.noise for decision in controller.decisions]
     assert math.inf not in [row.noise for row in accel.explain(model).batch_rows]
 
@@ -81,7 +81,7 @@ def test_the_noise_of_the_loop_itself_lets_it_grow_and_its_labels_noise_does_not
             optimizer.step()
             if step == 600:
                 break
-        controller = batch_run(model).record.controller
+        controller = batch_run(model).record.policy
         assert controller is not None
         final[name] = controller.batch
         accel.undo(model)
@@ -109,7 +109,7 @@ def test_the_batch_is_decided_during_a_search_in_steps_without_a_candidate(
         if run.noise.meter is not None and run.noise.meter.is_measuring:
             measured.append(steps)
         steps = step + 1
-        if run.record.controller is not None and len(run.record.controller.decisions) > len(changed) + 1:
+        if run.record.policy is not None and len(run.record.policy.decisions) > len(changed) + 1:
             changed.append(step)
 
     train(model, loader, optimizer, clock, each)
@@ -202,7 +202,7 @@ def test_a_bound_below_the_loader_s_batch_is_refused(job: Any) -> None:
 def test_a_profile_is_rank_0s() -> None:
     """Each rank wrote one, those that don't decide with a model of the times that they never fitted."""
     run = batch_run_of(2, 8, 256)
-    run.record.controller = create_autospec(BatchPolicy, instance=True, base_batch=16, replicas=2, micro_batches=1)
+    run.record.policy = create_autospec(BatchPolicy, instance=True, base_batch=16, replicas=2, micro_batches=1)
     run.noise.known = NoiseInterval(5000.0, 4000.0, 6000.0)
     run.record.leads = False
     assert run.report.profile(0.0, LostTime()) is None

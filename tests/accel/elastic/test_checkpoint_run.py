@@ -172,7 +172,7 @@ def test_it_goes_on_with_the_batch_size_and_what_was_learnt_of_it(tmp_path: Path
     state = batch.record.state_dict()
     assert state["controller"]["times"]["configurations"]
     second.run()
-    assert batch.record.controller is not None
+    assert batch.record.policy is not None
     assert batch.rates.progress > state["progress"]
 
 

@@ -95,14 +95,14 @@ def test_the_loop_never_gets_a_batch_that_does_not_fit(
     epochs = [train(model, loader, optimizer, clock, nothing) for _ in range(2)]
 
     taken = [len(batch) for batch in itertools.chain(*epochs)]
-    sizes = batch_run(model).record.controller.batches.sizes  # type: ignore[union-attr]
+    sizes = batch_run(model).record.policy.batches.sizes  # type: ignore[union-attr]
     assert max(taken) == max(size for size in sizes if size <= most)
     for epoch in epochs:
         assert sorted(itertools.chain(*epoch)) == list(range(3000))
     rows = accel.explain(model).batch_rows
     assert any("samples are too many" in row.why for row in rows)
     assert batch_run(model).report.note == ""
-    assert batch_run(model).record.controller.batches.fits == max(taken)  # type: ignore[union-attr]
+    assert batch_run(model).record.policy.batches.fits == max(taken)  # type: ignore[union-attr]
 
 
 @pytest.mark.sample(2)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel.comm.compressor_memory import LossScale, Memory, reshard
 from accel.comm.layout import Layout, between, equal_cuts
-from accel.comm.memory import LossScale, Memory, reshard
 
 SHAPES = {"a": torch.Size([3]), "b": torch.Size([2, 2]), "c": torch.Size([5])}
 
