@@ -9,6 +9,7 @@ data while another is timed. `--size tiny` runs on a CPU, too.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import signal
 import sys
@@ -258,7 +259,8 @@ def _add(results: Results, part: str, ended: Ended, figures: Row) -> None:
     about = f"{key['model']}, {key.get('way', key['variant'])}"
     print(f"{about}: {figures.get('failed') or ', '.join(shown)} ({ended.seconds:.1f} s)", flush=True)
     if ended.is_whole:
-        row = {**key, **figures, "device_s": round(ended.seconds, 1)}
+        command = shlex.join(["python", *(each for each in ended.job.arguments if not each.startswith("--lock="))])
+        row = {**key, "command": command, **figures, "device_s": round(ended.seconds, 1)}
         results.add(part, row, ("model", "way") if "way" in key else ("model", "variant"))
 
 

@@ -14,7 +14,8 @@ _INTERVAL = re.compile(r"\d+\.\d+x \[[^]]+\]")
 
 def rows(result: Row) -> list[Row]:
     """Return the searches of a record, in the order in which they were made; the last that kept the same is marked."""
-    found = [_row(row, row["variant"]) for row in result["rows"] if row["variant"] != "plain"]
+    searched = [row for row in result["rows"] if row["variant"] != "plain"]
+    found = [_row({**row, "command": _filled(result["command"], row)}, row["variant"]) for row in searched]
     for row in result["again"]["searches"]:
         found.append(_row(row, row["variant"]))
         second = _INTERVAL.search(result["again"]["search_of_125_s"])
@@ -25,6 +26,11 @@ def rows(result: Row) -> list[Row]:
         found.append(_row({"model": "bert", **row}, "reduced", whole[0] if whole else ""))
     last = {(row["model"], row["kept"]): row for row in found if row["figure"]}
     return [{**row, "is_last": row is last.get((row["model"], row["kept"]))} for row in found]
+
+
+def _filled(command: str, row: Row) -> str:
+    """Return the command that was recorded for several searches, with what it says of this one."""
+    return command.partition(" (")[0].replace("MODEL", row["model"]).replace("VARIANT", row["variant"])
 
 
 def _row(row: Row, allow: str, whole: str = "") -> Row:
@@ -38,13 +44,14 @@ def _row(row: Row, allow: str, whole: str = "") -> Row:
         "kept": names or ("nothing" if tried else "nothing, nothing was tried"),
         "figure": whole or ", ".join(f"{each['gain']:.2f}x in its own trial" for each in kept),
         "baseline": f"{'float32 in TF32' if row['model'] in TF32 else 'IEEE float32'} (torch's default)",
+        "command": row.get("command"),
     }
 
 
 def searches_block(result: Row) -> str:
     """Return the table of all searches."""
-    head = f"`{result['command']}` and, later, up to 150 s, {result['date']} and the day after, {result['machine']}, "
-    head += f"torch {result['torch']}; one process each."
+    head = f"{result['date']} and the day after, {result['machine']}, torch {result['torch']}; one process each. "
+    head += "A search without a command has none on record."
     columns: dict[str, Cell] = {
         "model": "{model}",
         "`allow`": "{allow}",
@@ -52,5 +59,6 @@ def searches_block(result: Row) -> str:
         "kept": "{kept}",
         "over the plain loop": lambda row: row["figure"] or None,
         "which is": "{baseline}",
+        "command": lambda row: row["command"] and f"`{row['command']}`",
     }
     return block(head, columns, rows(result))

@@ -227,6 +227,8 @@ def test_a_table_has_each_way_and_is_not_measured_twice(call: Callable[..., Resu
     assert list(rows) and set(rows) == set(decisive.WAYS) - {"second"}
     assert rows["by hand"]["variant"] == COMPILED  # autotuning did not end before
     assert rows["reduced"]["kept"] == ["autocast_bf16"]
+    command = f"python -m benchmarks.whole_process ncf reduced --size=tiny --seconds={decisive.WAYS['reduced'].run_s}"
+    assert rows["reduced"]["command"] == f"{command} --budget=25s"
     assert "| ncf | reduced | 0.90x | 36 | 1.0, 2.0 | 4.7550 | 1.0 | `autocast_bf16` |" in done.output
     assert "| ncf | 10 | 1.50x | 1.50x | 4.00x | 1.10x | 3.60x | |" in done.output
     assert "| geometric mean, over by hand | | 0.38x | 0.38x | 1.00x | 0.28x | 0.90x | |" in done.output

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import proof
-from benchmarks.gpu import tables
+from benchmarks.gpu import searches, tables
+from benchmarks.record import newest
 
 TIME = {"median": 0.1234, "low": 0.12, "high": 0.125}
 RESULT: dict[str, Any] = {
@@ -106,3 +107,13 @@ def test_a_figure_stands_beside_the_best_rivals_and_the_whole_steps() -> None:
     assert op.against == "`torch.compile`, the best rival; timm's fused path; the step: `torch.compile` alone"
     assert op.figure == "7.00x [7.00, 7.00]; 17.0x [17.0, 17.0]; 0.90x [0.80, 1.00]"
     assert (both.what.endswith(", and compiled"), both.figure) == (True, "1.20x [1.10, 1.30]")
+
+
+def test_a_search_has_the_command_that_was_recorded_and_no_other() -> None:
+    record = newest("searches")
+    assert record is not None
+    commands = [row["command"] for row in searches.rows(record)]
+    assert commands[0] == "python -m benchmarks.whole_process bert reduced --size full --seconds 45 to 55"
+    assert commands[-1] == record["day_after"]["command"]
+    assert searches.rows({**record, "later": {**record["later"], "command": "its own"}})[-2]["command"] == "its own"
+    assert None in commands and searches.searches_block(record).count("`python -m") == sum(map(bool, commands))
