@@ -29,7 +29,7 @@ def _threshold(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--html", "page", type=click.Path(path_type=Path), metavar="OUT", help="Also write it as a web page.")
 def report(file: Path, page: Path | None) -> None:
-    """Print the report in FILE (JSON, as written by accel)."""
+    """Print the report in FILE (JSON, as written by accel), or in a folder of that name."""
     loaded = load(file)
     if page is not None:
         if page.resolve() == file.resolve():

@@ -229,13 +229,14 @@ class Report(ReportHead):
 
 
 def load(path: str | os.PathLike[str]) -> Report | ProfileReport:
-    """Read the report in a file; its field `kind` says of which kind it is.
+    """Read the report in a file, or in a folder's report.json; its field `kind` says of which kind it is.
 
     Raises:
         ReportError: if the file can't be read, is no JSON, or is no whole report of a schema that this version knows.
     """
+    file = Path(path, "report.json") if os.path.isdir(path) else Path(path)
     try:
-        raw = decode(Path(path).read_text(encoding="utf-8"))
+        raw = decode(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ReportError(
             f"{path} can't be read as a report: {error}. "

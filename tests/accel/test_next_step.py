@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+from click import Context
 
 from accel import Report
+from accel.commands import cli
 from accel.commands import mcp as served
 from accel.profiler.report import Finding, ProfileReport, Saving
 from accel.report.next_step import after_profile, after_run
 from accel.report.report import StrategyRow
 from tests import warm
 from tests.accel.profiled import script
+
+SKILL = Path(__file__).parents[2] / "examples" / "skill" / "SKILL.md"
 
 
 def profiled(**fields: Any) -> ProfileReport:
@@ -97,6 +102,21 @@ def test_a_script_that_is_profiled_by_an_agent(tmp_path: Path, monkeypatch: pyte
     found = served.profile("train.py", [])
     assert found["steps"] > 0 and found["next_step"]["action"]
     assert "accel: wrote" in found["printed"]
+
+
+def test_the_skill_file_has_a_head_and_names_commands_options_and_fields_that_there_are() -> None:
+    text = SKILL.read_text(encoding="utf-8")
+    assert re.match(r"---\nname: accel\ndescription: .{40,1024}\n---\n\n# ", text)
+    lines = re.findall(r"`accel (\w+)([^`]*)`", text)
+    assert {name for name, _ in lines} == {"profile", "compare", "run", "doctor", "report", "mcp"}
+    for name, rest in lines:
+        command = cli.main.get_command(Context(cli.main), name)
+        assert command is not None
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert set(re.findall(r"--[\w-]+", rest.partition(".py")[0])) <= known
+    fields = set(re.findall(r"`(\w+)`", text)) - {"action", "command", "gain", "risk"}
+    assert {"verdict", "next_step", "speedup_low", "rows"} <= fields
+    assert fields <= vars(ProfileReport()).keys() | vars(Report()).keys()
 
 
 def accel(folder: Path, arguments: list[str]) -> CompletedProcess[str]:
