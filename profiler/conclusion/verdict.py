@@ -95,7 +95,8 @@ def conclude(report: ProfileReport, anatomy: Anatomy) -> None:
 def _verdict(report: ProfileReport, anatomy: Anatomy) -> str:
     if report.refused:
         return f"no verdict: {report.refused}"
-    parts = {"forward and backward": anatomy.computing, **{k: anatomy.shares[k] for k in ("optimizer", "data")}}
+    others = {name: anatomy.shares.get(name, 0.0) for name in ("optimizer", "data", "communication")}
+    parts = {"forward and backward": anatomy.computing, **others}
     largest = max(parts, key=lambda part: parts[part])
     if not report.findings:
         none = f"nothing holds the run back: {largest} take {parts[largest]:.0%} of the step, and no cause stands out"

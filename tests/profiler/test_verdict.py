@@ -84,11 +84,13 @@ def test_a_rank_that_posted_nothing_is_told() -> None:
     assert told.unseen == ["rank 1: it posted nothing before the report was made"]
 
 
-def test_a_busy_machine_leaves_a_provisional_word_of_what_took_the_time() -> None:
-    evidence, diagnosis = crowded(rank(0, 70, 0))
-    assert verdict.build_report(evidence, diagnosis).verdict.endswith(
-        "; provisionally, forward and backward took 100% of the step"
-    )
+@pytest.mark.parametrize(
+    ("wait_ms", "took"), [(0, "forward and backward took 100%"), (60, "communication took 60%")], ids=["alone", "ranks"]
+)
+def test_a_busy_machine_leaves_a_provisional_word_of_what_took_the_time(wait_ms: float, took: str) -> None:
+    """It said that forward and backward took 26 %, where communication took 66 %."""
+    evidence, diagnosis = crowded(rank(0, 30, wait_ms))
+    assert verdict.build_report(evidence, diagnosis).verdict.endswith(f"; provisionally, {took} of the step")
 
 
 @pytest.mark.parametrize(("host", "words"), [("", "the 2 ranks are on one host"), ("b", "the 2 ranks are on 2 hosts")])
