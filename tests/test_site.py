@@ -105,8 +105,9 @@ def test_users_have_no_more_to_read_than_in_an_afternoon() -> None:
     assert sum(words.values()) <= MOST_WORDS, sorted(words.items(), key=lambda item: -item[1])[:10]
 
 
-def test_the_front_page_and_the_changelog_are_short() -> None:
+def test_the_front_page_the_limits_and_the_changelog_are_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+    assert len((DOCS / "limits.md").read_text(encoding="utf-8").split()) <= 500
     assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()) <= 60
 
 
