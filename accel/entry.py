@@ -152,7 +152,7 @@ def optimize(
         >>> print(accel.explain(model))
     """
     arguments = (model, loader) if isinstance(optimizer, _LeftOut) else (model, loader, optimizer)
-    if os.environ.get("ACCEL") == "0" or _switched_off:
+    if startup.is_off() or _switched_off:
         if elastic is not None:
             from accel.elastic.left_alone import leave_alone
 
@@ -221,7 +221,12 @@ def undo(model: nn.Module) -> None:
 
     Args:
         model: a model that was passed to `optimize`; any other is left alone.
+
+    Raises:
+        InvalidArgument: if it is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"undo takes the model that optimize got, got a {type(model).__name__}; pass the model")
     optimized = MODELS.pop(model, None)
     if optimized is not None:
         optimized.close()
@@ -271,7 +276,7 @@ def explain(model: nn.Module) -> Report:
 
 def optimized(model: nn.Module) -> Optimized | None:
     """Return the session, journal and loaders of a model that was passed to `optimize`, None for any other."""
-    return MODELS.get(model)
+    return MODELS.get(model) if isinstance(model, nn.Module) else None
 
 
 @atexit.register

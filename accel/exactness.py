@@ -30,9 +30,9 @@ class Exactness(IntEnum):
 
 
 LEVELS = {level.word: level for level in Exactness}
-_OF_PRECISION = dict.fromkeys(("bf16", "bfloat16", "tf32", "half", "mixed"), "reduced") | dict.fromkeys(
-    ("fp8", "e4m3"), "float8"
-)
+_OF_PRECISION = dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "tf32", "half", "mixed", "amp"), "reduced") | {
+    "fp8": "float8"
+}
 
 
 def check_level(option: str, allow: Any) -> Exactness:
@@ -47,7 +47,7 @@ def check_level(option: str, allow: Any) -> Exactness:
     """
     if not isinstance(allow, str) or allow not in LEVELS:
         known = ", ".join(map(repr, LEVELS))
-        near = difflib.get_close_matches(str(allow), [*LEVELS, *_OF_PRECISION], n=1)
+        near = difflib.get_close_matches(str(allow).lower(), [*LEVELS, *_OF_PRECISION], n=1)
         hint = f"; did you mean {_OF_PRECISION.get(near[0], near[0])!r}?" if near else ""
         raise InvalidArgument(f"{option} must be one of {known}, got {allow!r}{hint}")
     return LEVELS[allow]

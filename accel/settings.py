@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from accel import strategies
 from accel.errors import InvalidArgument
@@ -76,7 +77,7 @@ def check_settings(
         enabled |= frozenset(replayed.strategies) - disabled
     if not isinstance(cache, bool):
         raise InvalidArgument(f"cache must be True or False, got {cache!r}; ACCEL_CACHE=FOLDER names the folder")
-    if not isinstance(report, str | os.PathLike | None):
+    if not isinstance(report, str | os.PathLike | None) or report == "":
         raise InvalidArgument(f"report must be a path, or None for the terminal alone, got {report!r}")
     target = None if report is None else os.fspath(report)
     if target is not None:
@@ -136,10 +137,12 @@ def check_objects(model: Any, loader: Any, optimizer: Any) -> None:
         swapped = " (model and loader are swapped)" if isinstance(loader, nn.Module) else ""
         remedy = "call it for each" if isinstance(model, list | tuple) else "pass the module itself"
         raise InvalidArgument(f"model must be a torch.nn.Module, got {_kind(model)}{swapped}; {remedy}")
-    has_batches = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-    if not has_batches or isinstance(loader, str | bytes | dict):
+    several = isinstance(loader, list | tuple) and any(isinstance(each, DataLoader) for each in loader)
+    has_batches = hasattr(loader, "__iter__") or (hasattr(loader, "__getitem__") and not isinstance(loader, Dataset))
+    if several or not has_batches or isinstance(loader, str | bytes | dict | type):
         is_swapped = isinstance(loader, Optimizer) and hasattr(optimizer, "__iter__")
-        remedy = "the order is model, loader, optimizer" if is_swapped else "pass the DataLoader of the training loop"
+        remedy = "call it for each" if several else "pass the DataLoader of the training loop"
+        remedy = "the order is model, loader, optimizer" if is_swapped else remedy
         raise InvalidArgument(f"loader must be an iterable of batches, got {_kind(loader)}; {remedy}")
     with contextlib.suppress(TypeError, NotImplementedError):  # an iterable dataset has no length
         if len(loader) == 0:
@@ -159,6 +162,8 @@ def check_objects(model: Any, loader: Any, optimizer: Any) -> None:
 
 
 def _kind(thing: Any) -> str:
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}"
     return f"a {type(thing).__name__}" if thing is not None else "None"
 
 

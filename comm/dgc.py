@@ -50,7 +50,7 @@ from accel.comm.layout import Layout, Piece
 from accel.comm.ranks.channel import Channel
 from accel.kernels.threshold import at_least, block_maxima, takes
 from accel.profiler import renamed
-from accel.profiler.errors import InvalidArgument
+from accel.profiler.errors import InvalidArgument, check_numbers
 
 
 class DGC(MomentumCorrection):
@@ -98,6 +98,7 @@ class DGC(MomentumCorrection):
         warmup_steps: int = 0,
         exact_below: int = 1024,
     ) -> None:
+        check_numbers(ratio=ratio, max_grad_norm=max_grad_norm, warmup_steps=warmup_steps, exact_below=exact_below)
         for value in (ratio, *warmup):
             if not 0 < value <= 1:
                 raise InvalidArgument(

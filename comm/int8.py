@@ -15,7 +15,7 @@ from torch import Tensor
 from accel.comm.compressor import BlockCompressor
 from accel.kernels import quantise
 from accel.kernels.codes.block_code import LARGEST_TILE, BlockCode
-from accel.profiler.errors import InvalidArgument
+from accel.profiler.errors import InvalidArgument, check_numbers
 
 
 class Int8(BlockCompressor):
@@ -28,6 +28,7 @@ class Int8(BlockCompressor):
     code: ClassVar[BlockCode] = quantise.CODE
 
     def __init__(self, block: int = 1024) -> None:
+        check_numbers(block=block)
         if block < 8 or block > LARGEST_TILE:
             raise InvalidArgument(f"block must be from 8 to {LARGEST_TILE:,} elements, got {block}")
         self.block = block

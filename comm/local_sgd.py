@@ -42,7 +42,7 @@ from accel.comm.periodic.averaging import (
     same_state,
 )
 from accel.comm.selection.reducer import unhook
-from accel.profiler.errors import InvalidArgument
+from accel.profiler.errors import InvalidArgument, check_numbers
 
 T = TypeVar("T")
 
@@ -295,6 +295,7 @@ def _moments(name: str, parameter: Tensor, state: Mapping[str, Any]) -> list[tup
 
 def _check_arguments(start_step: int, every: int, within: str) -> None:
     """Raise InvalidArgument unless the numbers are in range."""
+    check_numbers(start_step=start_step, every=every)
     if start_step < 0:
         raise InvalidArgument(f"start_step must be at least 0, got {start_step}")
     if every < 1:

@@ -36,7 +36,7 @@ from accel.comm.layout import Piece
 from accel.comm.ranks.channel import Channel
 from accel.kernels import sign_pack
 from accel.kernels.codes.block_code import BlockCode
-from accel.profiler.errors import InvalidArgument
+from accel.profiler.errors import InvalidArgument, check_numbers
 
 
 class OneBit(MomentumCorrection, BlockCompressor):
@@ -70,6 +70,7 @@ class OneBit(MomentumCorrection, BlockCompressor):
     def __init__(
         self, block: int = 256, *, exact_below: int = 1024, start_step: int = 0, momentum: bool = False
     ) -> None:
+        check_numbers(block=block)
         if block < 8 or block % 8 or block > 1 << 16:
             raise InvalidArgument(f"block must be a multiple of 8 from 8 to 65,536 elements, got {block}")
         for name, value in (("exact_below", exact_below), ("start_step", start_step)):

@@ -21,7 +21,7 @@ from accel.dataio.peek import PeekedEpoch
 from accel.dataio.sampling.ledger import Deals, DealtStep, Ledger, SamplerPlace
 from accel.dataio.sampling.permutation import order_of
 from accel.dataio.sampling.round_robin import RoundRobin, Tail, world
-from accel.profiler.errors import InvalidArgument, InvalidState
+from accel.profiler.errors import InvalidArgument, InvalidState, check_numbers
 
 T = TypeVar("T")
 _VERSION = 1
@@ -125,6 +125,7 @@ class ElasticSampler(Sampler[list[int]]):
         tail: Tail = "pad",
     ) -> None:
         self.length = dataset_or_length if isinstance(dataset_or_length, int) else len(dataset_or_length)
+        check_numbers(num_replicas=num_replicas, rank=rank)
         self.num_replicas, self.rank = world(num_replicas, rank)
         _check(self.length >= 0, f"length must be at least 0, got {self.length}")
         _check(isinstance(seed, int) and 0 <= seed < 1 << 63, f"seed must be from 0 to 2**63 - 1, got {seed!r}")
@@ -316,6 +317,8 @@ def _deals(sampler: ElasticSampler, since: int = 0) -> Deals:
 
 def _sizes(batch_size: int | Sequence[int], ranks: int) -> tuple[int, ...]:
     sizes = (batch_size,) * ranks if isinstance(batch_size, int) else tuple(batch_size)
+    for size in sizes:
+        check_numbers(batch_size=size)
     _check(len(sizes) == ranks, f"batch_size must be one number or one for each of the {ranks} ranks, got {len(sizes)}")
     return sizes
 

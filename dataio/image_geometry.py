@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from hashlib import blake2b
+from numbers import Real
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -174,10 +175,12 @@ class Resize:
 
 
 def _pair(size: int | Pair, name: str) -> Pair:
-    pair = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+    pair = size if isinstance(size, tuple | list) else (size, size)
+    if len(pair) != 2 or not all(isinstance(each, Real) for each in pair):
+        raise InvalidArgument(f"{name} must be one number of pixels or (height, width), got {size!r}")
     if min(pair) < 1:
         raise InvalidArgument(f"{name} must be at least 1 pixel, got {size}")
-    return pair
+    return int(pair[0]), int(pair[1])
 
 
 def uniforms(seed: int, epoch: int, indices: Sequence[int], count: int) -> NDArray[np.float64]:

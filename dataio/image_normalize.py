@@ -42,6 +42,10 @@ class Normalize(nn.Module):
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> None:
         super().__init__()
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidArgument(f"dtype must be one of torch's, got {dtype!r}; pass torch.float16, say")
+        if not hasattr(mean, "__len__") or not hasattr(std, "__len__"):
+            raise InvalidArgument(f"mean and std must be a number for each channel, got {mean} and {std}; pass (0.5,)")
         if len(mean) != len(std) or not mean or min(std) <= 0:
             raise InvalidArgument(f"mean and std must be as many, std more than 0, got {tuple(mean)} and {tuple(std)}")
         if not dtype.is_floating_point:

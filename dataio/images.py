@@ -30,7 +30,7 @@ from torch.utils.data import Dataset, get_worker_info
 from accel.dataio.image.pixels import Interpolation, Resizer, decode, size_of
 from accel.dataio.image_geometry import Placement, Transform, uniforms
 from accel.profiler import renamed
-from accel.profiler.errors import InvalidArgument
+from accel.profiler.errors import InvalidArgument, check_numbers
 from accel.profiler.host import usable_cores
 from accel.profiler.torch_threads import compute_alone
 
@@ -279,6 +279,12 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         reducing_gap: float | None = 2.0,
         exif: bool = False,
     ) -> None:
+        check_numbers(seed=seed, threads=threads, reducing_gap=reducing_gap)
+        if isinstance(transform, type) or not hasattr(transform, "place"):
+            raise InvalidArgument(
+                f"transform must be an accel.RandomResizedCrop, ResizeCenterCrop or Resize, got {transform!r}; apply "
+                "other transforms to the batch, on its device"
+            )
         if threads is not None and threads < 1:
             raise InvalidArgument(f"threads must be at least 1, got {threads}")
         if reducing_gap is not None and not reducing_gap >= 1:

@@ -36,7 +36,7 @@ from torch.utils.data import Sampler
 from accel.dataio.packing import best_fit, check_lengths, check_longest
 from accel.dataio.peek import PeekedEpoch
 from accel.dataio.sampling.round_robin import world
-from accel.profiler.errors import InvalidArgument
+from accel.profiler.errors import InvalidArgument, check_numbers
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -142,6 +142,7 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
         jitter: float | None = None,
     ) -> None:
+        check_numbers(max_tokens=max_tokens, batch_size=batch_size, num_replicas=num_replicas, rank=rank, jitter=jitter)
         self.num_replicas, self.rank = world(num_replicas, rank)
         self._lengths = check_lengths(lengths)
         self._limits(max_tokens, batch_size, jitter)

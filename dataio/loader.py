@@ -15,7 +15,7 @@ from accel.dataio.passes.engines import MODES, Mode, Options
 from accel.dataio.passes.loader_core import CoreIterator, LoaderCore, LoaderPass
 from accel.dataio.passes.movable import not_movable
 from accel.profiler import renamed
-from accel.profiler.errors import InvalidArgument, InvalidType
+from accel.profiler.errors import InvalidArgument, InvalidType, check_numbers
 
 # Attributes of a `DataLoader` that may be set, and that batches depend on.
 _FETCHES_BY = frozenset(
@@ -73,6 +73,7 @@ class ContinuousLoader(DataLoader[Any]):
             raise InvalidArgument("the loader is a ContinuousLoader already; wrap the DataLoader inside it")
         if mode not in MODES:
             raise InvalidArgument(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        check_numbers(num_workers=num_workers, prefetch_factor=prefetch_factor)
         for name, value in (("num_workers", num_workers), ("prefetch_factor", prefetch_factor)):
             if value is not None and value < 1:
                 raise InvalidArgument(f"{name} must be at least 1, got {value}")

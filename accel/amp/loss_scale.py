@@ -27,6 +27,7 @@ from torch.optim import SGD, Optimizer
 
 from accel.errors import InvalidArgument
 from accel.profiler import renamed
+from accel.profiler.errors import check_numbers
 from accel.profiler.loop.update_hooks import UPDATES
 
 
@@ -67,6 +68,8 @@ class DynamicLossScale:
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
     ) -> None:
+        check_numbers(init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor)
+        check_numbers(growth_interval=growth_interval, min_scale=min_scale, max_scale=max_scale, hysteresis=hysteresis)
         if not 0 < min_scale <= init_scale <= max_scale:
             raise InvalidArgument(
                 "0 < min_scale <= init_scale <= max_scale must hold. Found: "

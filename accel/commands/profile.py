@@ -203,7 +203,8 @@ def _nothing(session: ProfileSession, wall_s: float) -> str:
     what = "whole step" if recorder.updates else "optimizer step"
     batches = f"{recorder.loaders.fetched} batches from a DataLoader"
     passed = f"{recorder.backwards} backward passes, {recorder.updates} updates, {recorder.delivery.steps} whole steps"
-    text = f"accel: no {what} seen in {wall_s:.1f} s ({batches}, {passed}); nothing to report"
+    text = f"accel: no {what} seen in {wall_s:.1f} s ({batches}, {passed}); nothing to report. "
+    text += "Name a script that trains with torch's optimizers"
     if recorder.updates_elsewhere:
         text += (
             f"\naccel: {recorder.updates_elsewhere} updates ran in other threads, which are not seen; "

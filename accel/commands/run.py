@@ -87,6 +87,7 @@ def run(
     from accel.profiler.script import Script
 
     check_script(script, module)
+    startup.is_off()  # raises if ACCEL is neither 0 nor 1
     if nproc is not None:
         start_ranks(nproc, sys.argv[1:])
         return
@@ -176,7 +177,7 @@ class RunJob(ScriptJob):
     def __enter__(self) -> None:
         super().__enter__()
         startup.command_line_ends()
-        if os.environ.get("ACCEL") == "0":
+        if startup.is_off():
             self.script.untouched()  # nothing is to be concluded: SIGTERM ends the process as it does the plain script
         else:
             self.begin_after_torch()
@@ -209,7 +210,8 @@ class RunJob(ScriptJob):
                 from accel.script.patch import write_patch
 
                 say(f"accel: {write_patch(Path(str(self.script.globals.get('__file__'))), self._folder, self._patch)}")
-        if why and os.environ.get("ACCEL") != "0" and os.environ.get("RANK", "0") == "0":
+        failed = self.script.ending.text.startswith("raised")  # its traceback says why
+        if why and not failed and not startup.is_off() and os.environ.get("RANK", "0") == "0":
             say(f"accel: nothing was made faster: {why}")
             has_workers = self._training is not None and self._training.loaders.has_workers
             if not has_workers and (children := training_in_children("run")):  # else the loaders' own may have run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import difflib
 import os
 import sys
 import threading
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from accel.profiler.script import Script
 
 _OWN = "accel."
+_NO_SOURCE = {
+    ".ipynb": "call accel.optimize in the notebook, or convert it: jupyter nbconvert --to script",
+    ".sh": "put the command before the script that it starts",
+}
 _CHILDREN_S = 1.0
 """CPU seconds of child processes above which they may have trained; importing torch takes about as long."""
 
@@ -139,11 +144,15 @@ def own_arguments(arguments: tuple[str, ...]) -> list[str]:
 def check_script(script: str, module: bool) -> None:
     """Raise InvalidArgument if there is no such script, or none whose source can be run."""
     if module:
+        if script.endswith(".py"):
+            raise InvalidArgument(f"-m takes a module's name, got {script!r}, a file's name; leave out -m, or '.py'")
         return
     if script.startswith("-"):
+        known = [option for each in click.get_current_context().command.params for option in each.opts]
+        near = difflib.get_close_matches(script.partition("=")[0], known, n=1)
         raise InvalidArgument(
             f"SCRIPT must be a Python file, got {script!r}, which is no option of this command; options of the script "
-            "go after it: train.py -- --epochs 3"
+            "go after it: train.py -- --epochs 3" + (f"; did you mean {near[0]}?" if near else "")
         )
     if os.path.isdir(script):
         raise InvalidArgument(
@@ -151,8 +160,11 @@ def check_script(script: str, module: bool) -> None:
         )
     if not os.path.isfile(script):
         raise InvalidArgument(
-            f"SCRIPT must be a Python file, got {script!r}, which is not there; -m takes a module name"
+            f"SCRIPT must be a Python file, got {script!r}, which is not there; name the script alone, without python "
+            "or torchrun before it; -m takes a module name"
         )
+    if remedy := _NO_SOURCE.get(os.path.splitext(script)[1]):
+        raise InvalidArgument(f"SCRIPT must be Python source, got {script!r}; {remedy}")
     if _holds_null_bytes(script):
         raise InvalidArgument(
             f"SCRIPT must be Python source, got {script!r}, which is compiled or an archive; name its source, or use -m"

@@ -11,6 +11,7 @@ import torch
 from accel.elastic.scaling_rules import Rule
 from accel.elastic.training_state import Stateful
 from accel.errors import InvalidArgument
+from accel.profiler.errors import check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,9 @@ class Checkpointing:
         return next((each for each in self.more.values() if isinstance(each, torch.amp.GradScaler)), None)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.folder, str | os.PathLike):
+            raise InvalidArgument(f"folder must be a path, got {self.folder!r}; name the folder of the checkpoints")
+        check_numbers(interval_s=self.interval_s)
         if not self.interval_s > 0:
             raise InvalidArgument(f"interval_s must be above 0, in seconds, got {self.interval_s!r}")
         if type(self.keep) is not int or self.keep < 1:

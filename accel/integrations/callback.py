@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from accel import entry
+from accel import entry, startup
 from accel.report import Report
 from accel.settings import check_settings
 
@@ -58,7 +58,7 @@ class TrainingCallback:
         for callback in (_under_way.get(get_ident()), self):
             if callback is not None:
                 callback._release()
-        if os.environ.get("ACCEL") != "0":
+        if not startup.is_off():
             from accel.script.training import ScriptTraining  # not before a training begins
 
             _under_way[get_ident()] = self

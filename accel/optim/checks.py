@@ -28,10 +28,9 @@ def number(
     """
     if isinstance(value, Tensor) and value.numel() != 1:
         raise InvalidArgument(f"{owner}: {name} must be a number or a tensor of one. Found: {list(value.shape)}.")
-    try:
-        plain = float(value)
-    except (TypeError, ValueError):
-        raise InvalidArgument(f"{owner}: {name} must be a number. Found: {value!r}.") from None
+    if not hasattr(value, "__float__"):  # nor a string, which float() would take
+        raise InvalidArgument(f"{owner}: {name} must be a number. Found: {value!r}.")
+    plain = float(value)
     if plain < least or plain >= below or math.isnan(plain) or (above and plain == least):
         sign = "larger than" if above else "at least"
         limit = "" if below == math.inf else f" and smaller than {below:g}"

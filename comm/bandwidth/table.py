@@ -41,7 +41,7 @@ from accel.comm.bandwidth.cases import (
 from accel.comm.ranks.channel import GlooChannel, own_store
 from accel.comm.ranks.object_group import ObjectGroup
 from accel.comm.ranks.topology import by_machine, identity
-from accel.profiler.errors import AccelError, InvalidArgument
+from accel.profiler.errors import AccelError, InvalidArgument, InvalidState
 
 PROBE_SIZES = (1 << 12, 1 << 19, 1 << 21)
 PROBE_OPERATIONS = ("all_reduce", "all_gather", "all_to_all")
@@ -229,6 +229,7 @@ def measure_links(
 
     Raises:
         InvalidArgument: if an argument is out of range.
+        InvalidState: if there is no process group.
         PeerLost: if a rank has died, or an operation failed on some ranks only or timed out.
 
     Example:
@@ -237,6 +238,8 @@ def measure_links(
     """
     settings = settings or Settings(budget_s=1.5)
     _check(operations, sizes, links)
+    if not dist.is_initialized():
+        raise InvalidState("measure_links needs a process group: call torch.distributed.init_process_group first")
     began = time.perf_counter()
     objects = _object_group(settings.timeout_s)
     try:

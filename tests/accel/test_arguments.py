@@ -42,7 +42,7 @@ def _model() -> Net:
     [
         (lambda: 3, make_loader, r"model must be a torch.nn.Module, got a int; pass the module itself"),
         (lambda: None, make_loader, r"model must be a torch.nn.Module, got None; pass"),
-        (lambda: Net, make_loader, r"model must be a torch.nn.Module, got a type"),
+        (lambda: Net, make_loader, r"model must be a torch.nn.Module, got the class Net"),
         (lambda: [Net(), Net()], make_loader, r"model must be a torch.nn.Module, got a list; call it for each"),
         (make_loader, _model, r"got a DataLoader \(model and loader are swapped\)"),
         (
@@ -52,6 +52,9 @@ def _model() -> Net:
         ),
         (_model, lambda: None, r"loader must be an iterable of batches, got None; pass"),
         (_model, lambda: "train", r"loader must be an iterable of batches, got a str; pass"),
+        (_model, lambda: DataLoader, r"loader must be an iterable of batches, got the class DataLoader; pass"),
+        (_model, lambda: Samples(4), r"loader must be an iterable of batches, got a Samples; pass the DataLoader"),
+        (_model, lambda: [make_loader(), make_loader()], r"iterable of batches, got a list; call it for each"),
         (_model, lambda: {"train": make_loader()}, r"loader must be an iterable of batches, got a dict; pass"),
         (_model, list, r"loader must hold at least one batch, it is empty; check the dataset and drop_last"),
         (_model, lambda: DataLoader(Samples(4), batch_size=8, drop_last=True), r"at least one batch, it is empty"),
@@ -73,7 +76,7 @@ def test_optimizer_is_wrong() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(InvalidArgument, match=r"must be a torch.optim.Optimizer, got a StepLR; leave it out instead"):
         accel.optimize(model, loader, scheduler)  # type: ignore[call-overload]
-    with pytest.raises(InvalidArgument, match=r"got a type"):
+    with pytest.raises(InvalidArgument, match=r"got the class SGD"):
         accel.optimize(model, loader, torch.optim.SGD)  # type: ignore[call-overload]
     with pytest.raises(InvalidArgument, match=r"got a SGD; the order is model, loader, optimizer"):
         accel.optimize(model, optimizer, loader)  # type: ignore[call-overload]
@@ -98,6 +101,8 @@ def test_an_optimizer_with_other_parameters_too_is_taken() -> None:
         ({"allow": None}, r"allow must be one of .* got None"),
         ({"allow": ["exact"]}, r"allow must be one of .* got \['exact'\]"),
         ({"allow": "bf16"}, r"allow must be one of .* got 'bf16'; did you mean 'reduced'\?"),
+        ({"allow": "fp16"}, r"allow must be one of .* got 'fp16'; did you mean 'reduced'\?"),
+        ({"allow": "Reduced"}, r"allow must be one of .* got 'Reduced'; did you mean 'reduced'\?"),
         ({"allow": "reorderd"}, r"got 'reorderd'; did you mean 'reordered'\?"),
         ({"allow": 1}, r"allow must be one of .* got 1"),
         (
@@ -124,6 +129,7 @@ def test_an_optimizer_with_other_parameters_too_is_taken() -> None:
         ({"budget": "0%"}, r"budget as a share must lie in \(0 %, 100 %\], got '0%'"),
         ({"budget": True}, r"budget must be a time or a share, got True"),
         ({"budget": None}, r"budget must be a time or a share, got None"),
+        ({"report": ""}, r"report must be a path, or None for the terminal alone, got ''"),
         ({"report": 3}, r"report must be a path, or None for the terminal alone, got 3"),
         ({"report": __file__ + "/a.json"}, r"report must be a folder, a .json .* got '.*a.json'.*; name another one"),
         (

@@ -78,7 +78,7 @@ def test_arguments_exit_status_and_errors_are_the_script_s_own(tmp_path: Path) -
     script(tmp_path, "raise KeyError('gone')")
     done = accel_run(tmp_path, "train.py")
     assert done.returncode == 1
-    assert "KeyError: 'gone'" in done.stderr and "commands/" not in done.stderr
+    assert done.stderr.endswith("KeyError: 'gone'\n") and "commands/" not in done.stderr
 
 
 @pytest.mark.parametrize(
