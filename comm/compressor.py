@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
@@ -87,14 +88,22 @@ class Compressor(ABC):
         return f"{type(self).__name__}({settings})"
 
 
-def check_compressor(compressor: object, error_feedback: bool | None) -> None:
-    """Raise InvalidArgument unless this is a compressor, and one that uses error feedback if that is asked for."""
+def chosen(compressor: Compressor | None, error_feedback: bool | None, timeout: timedelta) -> tuple[Compressor, bool]:
+    """Return a compressor, by default `Exact`, and whether it is used with error feedback, by default as it says.
+
+    Raises:
+        InvalidArgument: unless it is one that uses error feedback if that is asked for, and the timeout is positive.
+    """
+    compressor = Exact() if compressor is None else compressor
     if not isinstance(compressor, Compressor):
         raise InvalidArgument(f"compressor must be a Compressor, got {compressor!r}; pass for example Int8()")
     if error_feedback and not compressor.takes_feedback:
         raise InvalidArgument(
             f"error_feedback=True needs a compressor that uses it, got {compressor!r}; leave the argument out"
         )
+    if timeout <= timedelta():
+        raise InvalidArgument(f"timeout must be positive, got {timeout}")
+    return compressor, compressor.feedback if error_feedback is None else error_feedback
 
 
 class Exact(Compressor):
@@ -236,7 +245,7 @@ def part_of(values: Tensor | None, part: slice) -> Tensor | None:
 
 def used_spans(piece: Piece) -> tuple[list[slice], Tensor]:
     """Return where each parameter of a piece stands, and whether this rank used it, (parameters,) bool; not none."""
-    spans = [slice(extent.begin, extent.begin + extent.length) for extent, _ in piece.parameters()]
+    spans = [extent.span for extent, _ in piece.parameters()]
     return spans, torch.stack([any_nonzero(piece.values[span]) for span in spans])
 
 

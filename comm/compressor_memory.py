@@ -20,6 +20,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from accel.comm.compressor import RESIDUAL
 from accel.comm.layout import Layout
@@ -91,7 +92,7 @@ class Slot:
     def _scattered(self) -> Iterable[tuple[str, str, int, Tensor]]:
         for field, values in self._kept.items():
             for extent in self.layout.extents(self.low, self.high):
-                yield field, extent.name, extent.skipped, values[extent.begin : extent.begin + extent.length]
+                yield field, extent.name, extent.skipped, values[extent.span]
 
 
 class Memory:
@@ -173,7 +174,7 @@ class Memory:
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's fields by parameter."""
         self.settle()
-        own, shared = _copies(self._loose, self._shared)
+        own, shared = tree_map_only(Tensor, Tensor.clone, (self._loose, self._shared))
         for slot in self._slots.values():
             for field, name, skipped, values in slot._scattered():
                 own.setdefault(field, {}).setdefault(name, []).append((skipped, values.clone()))
@@ -184,18 +185,7 @@ class Memory:
         if state.get("version") != _VERSION:
             raise InvalidArgument(f"the state's version must be {_VERSION}, got {state.get('version')!r}")
         self._slots, self._finite = {}, []
-        self._loose, self._shared = _copies(state["own"], state["shared"])
-
-
-def _copies(own: _Own, shared: _Shared) -> tuple[_Own, _Shared]:
-    """Return copies of own and of shared fields by parameter, tensors included."""
-    return (
-        {
-            field: {name: [(skipped, values.clone()) for skipped, values in pieces] for name, pieces in names.items()}
-            for field, names in own.items()
-        },
-        {field: {name: value.clone() for name, value in tensors.items()} for field, tensors in shared.items()},
-    )
+        self._loose, self._shared = tree_map_only(Tensor, Tensor.clone, (state["own"], state["shared"]))
 
 
 class LossScale:

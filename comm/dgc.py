@@ -46,7 +46,7 @@ from torch import Tensor
 
 from accel.comm.compression.momentum import VELOCITY, MomentumCorrection
 from accel.comm.compressor import RESIDUAL, Stage, any_nonzero
-from accel.comm.layout import Layout, Piece
+from accel.comm.layout import Layout, Piece, put_back
 from accel.comm.ranks.channel import Channel
 from accel.kernels.threshold import at_least, block_maxima, takes
 from accel.profiler import renamed
@@ -203,8 +203,7 @@ class DGC(MomentumCorrection):
         if dense.numel():
             channel.all_reduce(dense)
         values.zero_()
-        for span, total in zip(spans, torch.split(dense, [span.stop - span.start for span in spans]), strict=True):
-            values[span] = total
+        put_back(values, spans, dense)
         for row in rows:
             _, positions, entries = torch.tensor_split(row, (len(parts), len(parts) + count))
             # A copy, for numbers of 8 bytes begin at a multiple of that; but for zeros, no position twice in a pack.

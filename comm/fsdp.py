@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from accel.comm.compressor import RESIDUAL, Compressor, Exact, check_compressor
+from accel.comm.compressor import RESIDUAL, Compressor, chosen
 from accel.comm.compressor_memory import LossScale, Memory
 from accel.comm.engine.pipeline import BucketJob
 from accel.comm.engine.reduction import Reduction
@@ -84,13 +84,14 @@ class FSDPComm:
         timeout: timedelta = timedelta(minutes=5),
         scaler: Any = None,
     ) -> None:
-        compressor = Exact() if compressor is None else compressor
-        _check(compressor, error_feedback)
-        if timeout <= timedelta():
-            raise InvalidArgument(f"timeout must be positive, got {timeout}")
+        compressor, self.error_feedback = chosen(compressor, error_feedback, timeout)
+        if compressor.fields or compressor.needs_whole_step:
+            raise InvalidArgument(
+                f"{compressor!r} works on the whole gradient or takes the optimizer's momentum, which shards don't "
+                "have; with DGC, pass momentum=False and no max_grad_norm"
+            )
         check_mesh(model, mesh)
         self.compressor = compressor
-        self.error_feedback = compressor.feedback if error_feedback is None else error_feedback
         self.step = 0
         """Backward passes with gradients reduced, so far."""
         self._loss_scale = LossScale(scaler)
@@ -154,7 +155,7 @@ class FSDPComm:
         self._begin(group.layout.index)
         if group.own_factor:
             shard.mul_(self._across.size)  # what is set_gradient_divide_factor's stays a sum over replicas
-        layout = group.of(shard.dtype)
+        layout = replace(group.layout, dtype=shard.dtype)  # gradients may be reduced in another one
         if layout not in group.checked:
             self.compressor.check(layout)
             group.checked.add(layout)
@@ -228,15 +229,6 @@ class FSDPComm:
         self._between.close()
 
 
-def _check(compressor: Any, error_feedback: bool | None) -> None:
-    check_compressor(compressor, error_feedback)
-    if compressor.fields or compressor.needs_whole_step:
-        raise InvalidArgument(
-            f"{compressor!r} works on the whole gradient or takes the optimizer's momentum, which shards don't have; "
-            "with DGC, pass momentum=False and no max_grad_norm"
-        )
-
-
 @dataclass
 class ShardGroup:
     """One FSDP2 module, and its rank's shards end to end."""
@@ -261,10 +253,6 @@ class ShardGroup:
     def own_factor(self) -> bool:
         """Return whether the user set what gradients are divided by, over all ranks."""
         return any(group.gradient_divide_factor is not None for group in _param_groups(self.module))
-
-    def of(self, dtype: torch.dtype) -> Layout:
-        """Return the layout in the dtype that gradients are reduced in."""
-        return replace(self.layout, dtype=dtype)
 
 
 def _param_groups(module: FSDPModule) -> list[Any]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel.comm.catalogue import Scheme, SchemeSettings
-from accel.comm.compressor import Compressor, Exact, check_compressor
+from accel.comm.compressor import Compressor, chosen
 from accel.comm.engine.gradient_engine import GradientEngine
 from accel.profiler.errors import InvalidArgument
 
@@ -88,13 +88,9 @@ class CommState(GradientEngine):
         timeout: timedelta = timedelta(minutes=5),
         scaler: Any = None,
     ) -> None:
-        compressor = Exact() if compressor is None else compressor
-        check_compressor(compressor, error_feedback)
-        if timeout <= timedelta():
-            raise InvalidArgument(f"timeout must be positive, got {timeout}")
+        self.compressor, self.error_feedback = chosen(compressor, error_feedback, timeout)
+        self.hierarchical = hierarchical
         super().__init__(timeout=timeout)
-        self.compressor, self.hierarchical = compressor, hierarchical
-        self.error_feedback = compressor.feedback if error_feedback is None else error_feedback
         self.bind(model, process_group, scaler=scaler)
 
     def bind(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, *, scaler: Any = None) -> None:

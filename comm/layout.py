@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,6 +29,11 @@ class Extent(NamedTuple):
     skipped: int
     """Elements of the parameter before the range."""
 
+    @property
+    def span(self) -> slice:
+        """Return the elements within the range."""
+        return slice(self.begin, self.begin + self.length)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -42,10 +48,7 @@ class Layout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Return where each parameter begins, and where the last one ends."""
-        ends = [0]
-        for shape in self.shapes:
-            ends.append(ends[-1] + shape.numel())
-        return tuple(ends)
+        return tuple(accumulate((shape.numel() for shape in self.shapes), initial=0))
 
     @property
     def numel(self) -> int:
@@ -102,7 +105,7 @@ class Piece:
         """
         for extent, shape in self.parameters():
             assert extent.length == shape.numel(), "a slice cuts through a parameter"
-            yield extent.name, self.values[extent.begin : extent.begin + extent.length].view(shape)
+            yield extent.name, self.values[extent.span].view(shape)
 
     def stand_still(self, spans: Sequence[slice], used: Tensor, fields: Sequence[str]) -> None:
         """Send nothing of the ranges that no rank used, and leave these own fields of them unchanged.
@@ -129,6 +132,12 @@ class Piece:
             for name in own:
                 new = self.slot.write(name)[span]
                 torch.where(idle, self.slot.read(name)[span], new, out=new)
+
+
+def put_back(values: Tensor, spans: Sequence[slice], parts: Tensor) -> None:
+    """Write what lies end to end in `parts` to ranges of `values`."""
+    for span, part in zip(spans, torch.split(parts, [span.stop - span.start for span in spans]), strict=True):
+        values[span] = part
 
 
 def as_laid_out(values: Tensor, parameter: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from accel.comm.compression.momentum import VELOCITY, MomentumCorrection, ParameterRange
 from accel.comm.compressor import RESIDUAL, BlockCompressor, Stage, any_nonzero
-from accel.comm.layout import Piece
+from accel.comm.layout import Piece, put_back
 from accel.comm.ranks.channel import Channel
 from accel.kernels import sign_pack
 from accel.kernels.codes.block_code import BlockCode
@@ -110,7 +110,7 @@ class OneBit(MomentumCorrection, BlockCompressor):
             for part in parts:
                 if not part.sent:
                     lost[part.span] = 0
-        piece.carry["exact"] = summed
+        piece.carry["exact"] = summed[: exact.numel()]
         if not direct:
             piece.carry["used"] = summed[exact.numel() :]
         return None
@@ -152,7 +152,8 @@ class OneBit(MomentumCorrection, BlockCompressor):
     def _last(self, piece: Piece, channel: Channel) -> None:
         if channel.size > 1 and "dense" not in piece.carry:
             self._decode_all(piece, channel)
-            self._put_back(piece)
+            spans = [part.span for part in piece.carry["parts"] if not part.sent]
+            put_back(piece.values, spans, piece.carry["exact"])
         self._finish(piece)
 
     def _decode_all(self, piece: Piece, channel: Channel) -> None:
@@ -165,14 +166,6 @@ class OneBit(MomentumCorrection, BlockCompressor):
         self.decode_sum(rows[:, :size], values)
         piece.carry["used"] = rows[:, size:].amax(0)
         return None
-
-    def _put_back(self, piece: Piece) -> None:
-        exact, at = piece.carry["exact"], 0
-        for _, span, sent in piece.carry["parts"]:
-            if not sent:
-                length = span.stop - span.start
-                piece.values[span] = exact[at : at + length]
-                at += length
 
     def _finish(self, piece: Piece) -> None:
         """Give the sums the scale that the optimizer expects, and leave what no rank used unchanged."""

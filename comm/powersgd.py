@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from accel.comm.compressor import RESIDUAL, Compressor, Stage, add_residual, any_nonzero, used_spans
-from accel.comm.layout import Layout, Piece, between
+from accel.comm.layout import Layout, Piece, between, put_back
 from accel.comm.ranks.channel import Channel
 from accel.kernels.tables import kept
 from accel.profiler.errors import InvalidArgument
@@ -167,14 +167,14 @@ class PowerSGD(Compressor):
         else:
             add_residual(values, piece.factor, None)
         side = other(known)
-        sizes = [plan.sent(side), plan.tensors, sum(length for _, length in plan.plain)]
+        sizes = [plan.sent(side), plan.tensors, sum(span.stop - span.start for span in plan.plain)]
         wire = values.new_empty(sum(sizes))
         factors, used, plain = torch.split(wire, sizes)
         bases = [self._basis(self._warm(piece, group, known)) for group in plan.groups]
         project(plan, kept, bases, known, factors)
         note_used(plan, values, used)
         if plan.plain:
-            torch.cat([kept[begin : begin + length] for begin, length in plan.plain], out=plain)
+            torch.cat([kept[span] for span in plan.plain], out=plain)
         piece.carry.update(plan=plan, kept=kept, bases=bases, wire=wire, used=used, plain=plain)
         if self.alternate:
             piece.carry["local"] = factors.clone()
@@ -214,15 +214,11 @@ class PowerSGD(Compressor):
                 piece.slot.write_shared(side, name, total[i])
         if piece.values.device.type == "cpu" and _bounded([*zip(carry["bases"], totals, strict=True)], carry["plain"]):
             carry["finite"] = torch.ones(1, dtype=torch.bool)
-        at = 0
-        for begin, length in plan.plain:
-            piece.values[begin : begin + length] = carry["plain"][at : at + length]
-            at += length
-            if feedback:
-                kept[begin : begin + length] = 0
+        put_back(piece.values, plan.plain, carry["plain"])
         if feedback:
-            spans = [slice(begin, begin + length) for begin, length in plan.plain]
-            piece.stand_still(spans, carry["used"][plan.matrices :], (RESIDUAL,))
+            for span in plan.plain:
+                kept[span] = 0
+            piece.stand_still(plan.plain, carry["used"][plan.matrices :], (RESIDUAL,))
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -379,8 +375,8 @@ class FactorPlan(NamedTuple):
     """What of a piece is sent as factors, and what as it is."""
 
     groups: list[MatrixGroup]
-    plain: list[tuple[int, int]]
-    """(begin, length) in the piece."""
+    plain: list[slice]
+    """In the piece."""
 
     def factors(self, wire: Tensor, side: Side) -> list[Tensor]:
         """Return views (matrices, rank, length) of each group's factors in what is sent."""
@@ -411,7 +407,7 @@ class FactorPlan(NamedTuple):
 def make_plan(piece: Piece, rank_of: Callable[[torch.Size], int]) -> FactorPlan:
     """Return the plan of a piece."""
     groups: dict[tuple[int, int, int], MatrixGroup] = {}
-    plain: list[tuple[int, int]] = []
+    plain: list[slice] = []
     for extent, (_, tensor) in zip(piece.layout.extents(piece.low, piece.high), piece.tensors(), strict=True):
         if rank := rank_of(tensor.shape):
             rows, columns = matrix_of(tensor.shape)
@@ -419,7 +415,7 @@ def make_plan(piece: Piece, rank_of: Callable[[torch.Size], int]) -> FactorPlan:
             group.names.append(extent.name)
             group.begins.append(extent.begin)
         else:
-            plain.append((extent.begin, extent.length))
+            plain.append(extent.span)
     return FactorPlan(list(groups.values()), plain)
 
 
@@ -433,7 +429,7 @@ def project(plan: FactorPlan, values: Tensor, bases: Sequence[Tensor], known: Si
 def note_used(plan: FactorPlan, values: Tensor, out: Tensor) -> None:
     """Write 1 into `out` (tensors,) for each tensor in `values` that holds anything but zeros, else 0."""
     tensors = [matrix.view(-1) for group in plan.groups for matrix in group.matrices(values)]
-    tensors += [values[begin : begin + length] for begin, length in plan.plain]
+    tensors += [values[span] for span in plan.plain]
     for i, tensor in enumerate(tensors):
         out[i] = any_nonzero(tensor)
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class Case:
     place: RankPlace
     source: Tensor
     output: Tensor
-    run: Callable[[], None]
+    run: Callable[[], object]
     expected: Callable[[int, int], Tensor]
     """(start, stop) → what `output[start:stop]` holds after one run."""
     m: int = _PRIME
@@ -147,10 +148,7 @@ def _buffers(place: RankPlace, dtype: torch.dtype, *counts: int) -> list[Tensor]
 def _all_reduce(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
     m = modulus(dtype, place.size)
     (buffer,), sums = _buffers(place, dtype, count), _sums(m, place.size, dtype)
-
-    def run() -> None:
-        dist.all_reduce(buffer, group=place.group)
-
+    run = partial(dist.all_reduce, buffer, group=place.group)
     return Case(place, buffer, buffer, run, lambda start, stop: sums[_spread(start, stop, m)], m, repeatable=False)
 
 
@@ -158,10 +156,7 @@ def _reduce_scatter(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
     m, block = modulus(dtype, place.size), count // place.size
     (source, output), sums = _buffers(place, dtype, count, block), _sums(m, place.size, dtype)
     first, scatter = place.index * block, _collective("reduce_scatter_single", "reduce_scatter_tensor")
-
-    def run() -> None:
-        scatter(output, source, group=place.group)
-
+    run = partial(scatter, output, source, group=place.group)
     return Case(place, source, output, run, lambda start, stop: sums[_spread(first + start, first + stop, m)], m)
 
 
@@ -169,20 +164,14 @@ def _all_gather(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
     block = count // place.size
     source, output = _buffers(place, dtype, block, count)
     gather = _collective("all_gather_single", "all_gather_into_tensor")
-
-    def run() -> None:
-        gather(output, source, group=place.group)
-
+    run = partial(gather, output, source, group=place.group)
     return Case(place, source, output, run, _by_blocks(0, block, dtype))
 
 
 def _all_to_all(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
     block = count // place.size
     source, output = _buffers(place, dtype, count, count)
-
-    def run() -> None:
-        dist.all_to_all_single(output, source, group=place.group)
-
+    run = partial(dist.all_to_all_single, output, source, group=place.group)
     return Case(place, source, output, run, _by_blocks(place.index * block, block, dtype))
 
 
@@ -198,10 +187,7 @@ def _by_blocks(first: int, block: int, dtype: torch.dtype) -> Callable[[int, int
 
 def _broadcast(place: RankPlace, count: int, dtype: torch.dtype) -> Case:
     (buffer,) = _buffers(place, dtype, count)
-
-    def run() -> None:
-        dist.broadcast(buffer, src=place.ranks[0], group=place.group)
-
+    run = partial(dist.broadcast, buffer, src=place.ranks[0], group=place.group)
     return Case(place, buffer, buffer, run, lambda start, stop: _values(start, stop, 0, _PRIME, dtype))
 
 

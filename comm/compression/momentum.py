@@ -63,11 +63,7 @@ class MomentumCorrection(Compressor):
     def _parts(self, piece: Piece, ratio: float = 1.0) -> list[ParameterRange]:
         """Return what of a piece belongs to each parameter, of which a share is sent compressed."""
         return [
-            ParameterRange(
-                extent.name,
-                slice(extent.begin, extent.begin + extent.length),
-                0 if self.is_dense(shape) else math.ceil(ratio * extent.length),
-            )
+            ParameterRange(extent.name, extent.span, 0 if self.is_dense(shape) else math.ceil(ratio * extent.length))
             for extent, shape in piece.parameters()
         ]
 
