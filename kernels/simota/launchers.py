@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,46 +20,30 @@ behind them the lengths of the lists), and what is known of each candidate (box 
 the sum of log(1 - p))."""
 
 
-class _Sizes(NamedTuple):
-    """What the launches of an assignment depend on, beside its tensors."""
-
-    images: int
-    anchors: int
-    gts: int
-    classes: int
-    box_row: int
-    row: int
-    obj_row: int
-    gt_row: int
-    points_step: int
-    strides_step: int
-    has_obj: bool
-    has_mask: bool
-    has_candidates: bool
-    xyxy: bool
-    rules: Rules
-
-
 @functools.lru_cache(PLANS)
-def _launches(sizes: _Sizes) -> LaunchSequence:
-    """Return what launches an assignment on tensors in the order of `assign`."""
-    images, count, gts, rules = sizes.images, sizes.anchors, sizes.gts, sizes.rules
+def _launches(
+    shape: tuple[int, int, int, int], steps: tuple[int, ...], has: tuple[bool, bool, bool], xyxy: bool, rules: Rules
+) -> LaunchSequence:
+    """Return what launches an assignment on tensors in the order of `assign`, which says what the numbers are."""
+    images, count, gts, class_count = shape
+    box_row, row, obj_row, gt_row, points_step, strides_step = steps
+    has_obj, has_mask, has_candidates = has
     grid = (images, ceil_div(count, _BLOCK))
     # Products are not fused with sums, so that an IoU has the bits of the published one.
-    form: dict[str, Any] = {"XYXY": sizes.xyxy, "REGION": REGIONS[rules.region], "enable_fp_fusion": False}
-    truths: dict[str, Any] = {"HAS_MASK": sizes.has_mask, **form}
-    classes: dict[str, Any] = {"C": sizes.classes, "HAS_OBJ": sizes.has_obj}
-    places = (sizes.points_step, sizes.strides_step, rules.radius)
+    form: dict[str, Any] = {"XYXY": xyxy, "REGION": REGIONS[rules.region], "enable_fp_fusion": False}
+    truths: dict[str, Any] = {"HAS_MASK": has_mask, **form}
+    classes: dict[str, Any] = {"C": class_count, "HAS_OBJ": has_obj}
+    places = (points_step, strides_step, rules.radius)
     prices = (rules.cls_weight, rules.iou_weight, rules.log_eps, rules.union_eps)
-    numbers = (count, gts, sizes.row, sizes.gt_row, *prices)
-    near = near_kernel.plan(grid, count, gts, sizes.gt_row, *places, **truths, BLOCK=_BLOCK)
+    numbers = (count, gts, row, gt_row, *prices)
+    near = near_kernel.plan(grid, count, gts, gt_row, *places, **truths, BLOCK=_BLOCK)
     listing = list_kernel.plan((images,), count, BLOCK=1024)
     candidate = candidate_kernel.plan(
         (images, ceil_div(count, 16)),
-        *(count, sizes.box_row, sizes.row, sizes.obj_row, *places),
+        *(count, box_row, row, obj_row, *places),
         **{**classes, **form},
         ROWS=16,
-        BLOCK_C=min(128, next_power_of_2(sizes.classes)),
+        BLOCK_C=min(128, next_power_of_2(class_count)),
     )
     match = match_kernel.plan((images, gts), *numbers, **{**classes, **truths}, TOPK=rules.topk, BLOCK=_BLOCK)
     resolve = resolve_kernel.plan(grid, *numbers, **{**classes, **truths}, BLOCK=_BLOCK)
@@ -68,7 +52,7 @@ def _launches(sizes: _Sizes) -> LaunchSequence:
     own = (gt_boxes, gt_classes, mask)
     return LaunchSequence(
         # Until the foreground is known, its place holds the candidates, where they are not given.
-        *([] if sizes.has_candidates else [(near, (points, strides, gt_boxes, mask, fg))]),
+        *([] if has_candidates else [(near, (points, strides, gt_boxes, mask, fg))]),
         (listing, (marked, ints, num_fg)),
         (candidate, (boxes, cls, obj, points, strides, ints, planes)),
         (match, (cls, planes, *own, ints)),
@@ -104,9 +88,9 @@ def assign(given: Given, rules: Rules, *, xyxy: bool) -> Assignment:
     points, points_step = _shared(points, 2)
     strides, strides_step = _shared(strides, 1)
     gt_classes = gt_classes.contiguous()
-    rows = (box_row, row, obj_row, gt_row, points_step, strides_step)
+    steps = (box_row, row, obj_row, gt_row, points_step, strides_step)
     has = (obj is not None, gt_mask is not None, candidates is not None)
-    launch = _launches(_Sizes(batch, count, gt_boxes.shape[1], classes, *rows, *has, xyxy, rules))
+    launch = _launches((batch, count, gt_boxes.shape[1], classes), steps, has, xyxy, rules)
     fg = boxes.new_empty(batch, count, dtype=torch.bool)
     ints = boxes.new_empty((_INTS * count + 1) * batch, dtype=torch.int32)
     planes = boxes.new_empty(_PLANES, batch, count, dtype=torch.float32)

@@ -412,7 +412,7 @@ def test_kernels_round_each_product(interpreted: None, monkeypatch: pytest.Monke
     from accel.kernels.simota import launchers
 
     made, launches = [], launchers._launches
-    monkeypatch.setattr(launchers, "_launches", lambda sizes: made.append(launches(sizes)) or made[-1])
+    monkeypatch.setattr(launchers, "_launches", lambda *sizes: made.append(launches(*sizes)) or made[-1])
     scene(7, 1, size=24).assign()
     (sequence,) = made
     computing = [plan for plan, _ in sequence._launches if plan._kernels != [launchers.list_kernel.kernel]]
