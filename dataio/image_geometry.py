@@ -16,14 +16,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from accel.dataio.sampling.permutation import mixed
 from accel.profiler.errors import InvalidArgument
 
 Pair = tuple[int, int]
 
-# The constants of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195).
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
 _ATTEMPTS = 10  # as torchvision's
 
 
@@ -199,8 +197,5 @@ def uniforms(seed: int, epoch: int, indices: Sequence[int], count: int) -> NDArr
     assert count <= 64
     begin = blake2b(repr((seed, epoch)).encode(), digest_size=8).digest()
     at = np.asarray(indices, np.uint64)[:, None] * np.uint64(64) + np.arange(count, dtype=np.uint64)
-    word = np.frombuffer(begin, "<u8") + at * _STEP
-    word = (word ^ (word >> np.uint64(30))) * _FIRST
-    word = (word ^ (word >> np.uint64(27))) * _SECOND
-    word ^= word >> np.uint64(31)
+    word = mixed(np.frombuffer(begin, "<u8") + at * _STEP)
     return np.asarray((word >> np.uint64(11)).astype(np.float64) * 2.0**-53)

@@ -60,7 +60,7 @@ class Fetch:
         Only a StopIteration becomes a RuntimeError: it would be taken for the end of the epoch.
         """
         try:
-            return self._batch(indices) if self.batched else self.collate(self._one(indices))
+            return self._batch(indices) if self.batched else self.collate(sample_of(self.dataset, indices))
         except StopIteration as error:
             raise InvalidState(f"the dataset raised StopIteration at {blame(error, indices)}") from error
 
@@ -72,10 +72,7 @@ class Fetch:
         many = getattr(self._source.known or self.dataset, "__getitems__", None)
         if many:
             return self.collate(many(indices))
-        return self.collate([self._one(index) for index in indices])
-
-    def _one(self, index: Any) -> Any:
-        return sample_of(self.dataset, index)
+        return self.collate([sample_of(self.dataset, index) for index in indices])
 
 
 def sample_of(dataset: Any, index: Any) -> Any:

@@ -244,14 +244,16 @@ def draw_ahead(
     following = None if epoch is None else epoch + step
     if not ended and draws_at_end(loader):
         torch.randperm(len(sampler.data_source), generator=copies[id(sampler.generator)])
-    before, base_draws = (
-        [each.get_state() for each in copies.values()],
-        int(seeded is None and loader.generator is None),
-    )
+    before = [each.get_state() for each in copies.values()]
+    base_draws = int(seeded is None and loader.generator is None)
     if seeded is None:
         seeded = _draw(copies[id(loader.generator)])
     began = [each.get_state() for each in copies.values()]
-    peeked = _peeked(loader, following) if can_peek(loader) else PeekedEpoch(_lists_of_copy(loader, following, copies))
+    peeked: PeekedEpoch | None
+    if can_peek(loader):
+        peeked = loader._index_sampler.peek_epoch(following)
+    else:
+        peeked = PeekedEpoch(_lists_of_copy(loader, following, copies))
     first = None if peeked is None else next(peeked.lists, None)
     if can_peek(loader) and not same(capture(loader), states):  # it has drawn
         restore_own(loader, states[1:])
@@ -263,11 +265,6 @@ def draw_ahead(
     draws = base_draws, int(not torch.equal(after[0], began[0]))
     lists = itertools.chain([first], peeked.lists)
     return Ahead(before, began, after, draws, lengths(loader), settings(loader), lists, seeded, following, peeked)
-
-
-def _peeked(loader: DataLoader[Any], epoch: int | None) -> PeekedEpoch | None:
-    peeked: PeekedEpoch | None = loader._index_sampler.peek_epoch(epoch)
-    return peeked
 
 
 def _copy(state: torch.Tensor) -> torch.Generator:

@@ -145,10 +145,14 @@ def _add(words: Words, other: Words, modulus: int) -> Words:
 
 def _table(length: int, key: np.uint64) -> Items:
     """Return the whole permutation: the order of one hash per item."""
-    mixed = np.arange(length, dtype=np.uint64)
-    mixed += key
+    hashes = mixed(np.arange(length, dtype=np.uint64) + key)
+    return np.argsort(hashes, kind="stable").astype(np.int64)
+
+
+def mixed(words: Words) -> Words:
+    """Return SplitMix64's hash of each word, in its place."""
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        mixed ^= mixed >> np.uint64(shift)
-        mixed *= factor
-    mixed ^= mixed >> np.uint64(31)
-    return np.argsort(mixed, kind="stable").astype(np.int64)
+        words ^= words >> np.uint64(shift)
+        words *= factor
+    words ^= words >> np.uint64(31)
+    return words
