@@ -166,7 +166,7 @@ class LengthBalancedBatchSampler(Sampler[list[int]]):
         if jitter is not None and not 0 <= jitter < 1:
             raise InvalidArgument(f"jitter must be 0 or more and less than 1, got {jitter}")
         if max_tokens is not None:
-            check_longest(self._lengths, max_tokens, "max_tokens", "or leave them out")
+            check_longest(self._lengths, max_tokens)
 
     # -- one rank's batches ------------------------------------------------------------------------------------------
 

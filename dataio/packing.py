@@ -202,13 +202,14 @@ def check_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def check_longest(lengths: NDArray[np.int64], limit: int, name: str, remedy: str) -> None:
-    """Raise InvalidArgument if a sequence is longer than `limit`."""
-    if lengths.size and lengths.max() > limit:
+def check_longest(lengths: NDArray[np.int64], max_tokens: int) -> None:
+    """Raise InvalidArgument if a sequence is longer than `max_tokens`."""
+    if lengths.size and lengths.max() > max_tokens:
         at = int(lengths.argmax())
         raise InvalidArgument(
-            f"no sequence may be longer than {name} = {limit}, got {lengths[at]} tokens at index {at}, "
-            f"{int((lengths > limit).sum())} of {len(lengths)} in all; raise {name}, shorten them {remedy}".rstrip()
+            f"no sequence may be longer than max_tokens = {max_tokens}, got {lengths[at]} tokens at index {at}, "
+            f"{int((lengths > max_tokens).sum())} of {len(lengths)} in all; raise max_tokens, shorten them or leave "
+            "them out"
         )
 
 

@@ -89,7 +89,7 @@ class SlotWriter:
             self._free.remove(slot)
         else:
             while self._free:  # all too small: batches have grown
-                self._drop(self._free.pop())
+                self.dropped.append(self._free.pop().number)
             # An eighth more than asked for, so that batches of varying length settle on a size.
             slot = SharedSlot(self._made, -(-(size + size // 8) // _PAGE) * _PAGE)
             self._made += 1
@@ -102,16 +102,13 @@ class SlotWriter:
         if slot is None:
             return
         if not again:
-            self._drop(slot)
+            self.dropped.append(number)
             return
         self._free.append(slot)
         if len(self._free) > self._most_free:
             smallest = min(self._free, key=lambda each: each.size)
             self._free.remove(smallest)
-            self._drop(smallest)
-
-    def _drop(self, slot: SharedSlot) -> None:
-        self.dropped.append(slot.number)
+            self.dropped.append(smallest.number)
 
 
 class SlotReader:

@@ -85,7 +85,7 @@ def fcos_targets_ref(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> Fc
 
 def fcos3d_targets_ref(points: FcosPoints, gts: Fcos3dGts, config: FcosConfig) -> Fcos3dTargets:
     """Assign FCOS3D targets in plain torch, for any points, without reading a value on the host."""
-    return Fcos3dTargets(*_fcos3d_ref(points, FcosGts(gts.boxes, gts.labels, gts.valid), *_codes(gts), config))
+    return Fcos3dTargets(*_fcos3d_ref(points, gts, *_codes(gts), config))
 
 
 def _fcos3d_ref(
@@ -247,12 +247,8 @@ def fcos_targets(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> FcosTa
     check("fcos_targets", points, gts)
     if not torch.compiler.is_compiling():
         return _fcos(points, gts, config)
-    return _fcos_compiled(points, gts, config)
-
-
-@torch.no_grad()
-def _fcos_compiled(points: FcosPoints, gts: FcosGts, config: FcosConfig) -> FcosTargets:
-    return FcosTargets(*_fcos_op(*_flat(points, config), [gts.boxes, gts.labels, gts.valid]))
+    with torch.no_grad():
+        return FcosTargets(*_fcos_op(*_flat(points, config), [gts.boxes, gts.labels, gts.valid]))
 
 
 @torch.no_grad()
@@ -294,7 +290,7 @@ def fcos3d_targets(points: FcosPoints, gts: Fcos3dGts, config: FcosConfig) -> Fc
     check_3d(gts, config)
     code, attrs = _codes(gts)
     if not torch.compiler.is_compiling():
-        return Fcos3dTargets(*_fcos3d(points, FcosGts(gts.boxes, gts.labels, gts.valid), code, attrs, config))
+        return Fcos3dTargets(*_fcos3d(points, gts, code, attrs, config))
     return Fcos3dTargets(*_fcos3d_op(*_flat(points, config), [gts.boxes, gts.labels, gts.valid], code, attrs))
 
 
