@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from accel.kernels.dropins import DropIn, SwitchedModules
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy, needs_cuda
+
+if TYPE_CHECKING:
+    from accel.kernels.dropins import DropIn, SwitchedModules
 
 _LEAST = 2048
 """Features in and out, below which casting takes longer than 8 bits save."""
@@ -56,6 +58,8 @@ class Float8(Strategy):
     def enable(self, run: Run, setting: Any) -> None:
         """Switch the layers."""
         if self._switched is None:
+            from accel.kernels.dropins import SwitchedModules
+
             self._switched = SwitchedModules()
             for layer in _large_layers(run.model):
                 self._switched.switch(layer, _dropin(emulates=not run.cuda))
@@ -83,6 +87,8 @@ def _dropin(*, emulates: bool) -> type[DropIn]:
     Its own way puts another module in each one's place, which a guard that puts attributes back would undo.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    from accel.kernels.dropins import DropIn
 
     plain = nn.Linear(_MULTIPLE, _MULTIPLE, device="meta")
     # Padded where the number of rows is no multiple of 16, as in the last batch.

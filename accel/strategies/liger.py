@@ -8,17 +8,19 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from accel.kernels import support
-from accel.kernels.dropins import DropIn, SwitchedModules, dropin_class, without_hooks
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.interruptions import ours
 from accel.run import Run
 from accel.strategies.base import Exactness, NothingHelps, Strategy, needs_cuda
 from accel.strategies.trial_design import TrialDesign
+
+if TYPE_CHECKING:
+    from accel.kernels.dropins import DropIn, SwitchedModules
 
 _ROTATION = "apply_rotary_pos_emb"
 _NEAR = 8
@@ -102,6 +104,9 @@ def _dropins() -> dict[str, list[type[DropIn]]]:
     """Return the classes to lay over a kind of module, in the order in which they are tried."""
     from liger_kernel.ops import LigerRMSNormFunction, LigerSiLUMulFunction
 
+    from accel.kernels import support
+    from accel.kernels.dropins import DropIn
+
     class LlamaNorm(DropIn):
         casting, offset = "llama", 0.0
 
@@ -126,13 +131,15 @@ def _dropins() -> dict[str, list[type[DropIn]]]:
 
 
 def _switch(model: nn.Module) -> SwitchedModules:
+    from accel.kernels.dropins import SwitchedModules
+
     switched = SwitchedModules()
     with torch.no_grad(), torch.random.fork_rng(sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)):
         for name, module in model.named_modules():
             if kind := _kind_of(module):
                 try:
                     fits = next((each for each in _dropins()[kind] if _is_alike(module, each)), None)
-                except Exception as error:  # a kernel that this GPU or these sizes can't have
+                except ours() as error:  # a kernel that this GPU or these sizes can't have
                     switched.refused[name] = f"it can't be tried: {type(error).__name__}: {error}"
                     continue
                 if fits is None:
@@ -145,6 +152,8 @@ def _switch(model: nn.Module) -> SwitchedModules:
 
 def _is_alike(module: nn.Module, dropin: type[DropIn]) -> bool:
     """Return whether a module and its drop-in give the same result on random inputs, but for rounding."""
+    from accel.kernels.dropins import dropin_class, without_hooks
+
     plain, other = without_hooks(module), without_hooks(module)
     other.__class__ = dropin_class(dropin, type(other))
     weight = next(module.parameters())
@@ -185,6 +194,8 @@ def _rotations(model: nn.Module) -> Iterator[_Rotation]:
 
 def _rotation(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+    from accel.kernels import support
 
     @functools.wraps(own)
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:

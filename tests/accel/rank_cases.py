@@ -20,7 +20,7 @@ from accel.strategies.trial_design import TrialDesign
 from tests.accel import loops
 from tests.accel.loops import Net, Quick, loss_of
 
-PATIENCE_S = 0.7
+PATIENCE_S = 1.0
 LONG_S = 30.0
 """Patience where nobody leaves without a word: a busy machine may hold a rank up for longer."""
 

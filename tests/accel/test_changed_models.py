@@ -36,7 +36,10 @@ PLANS: dict[str, dict[str, Any]] = {
 ELSEWHERE = {
     **dict.fromkeys(("intraop_threads", "loader_workers", "sample_cache"), "it never sees a model"),
     **dict.fromkeys(("gradient_by_hosts", "gradient_compression", "gradient_half"), "they need several ranks"),
-    **dict.fromkeys(("async_copy", "cuda_graphs", "cudnn_benchmark", "pin_memory", "tf32", "window_attention"), "GPU"),
+    **dict.fromkeys(
+        ("async_copy", "cuda_graphs", "cudnn_benchmark", "float8", "liger", "pin_memory", "tf32", "window_attention"),
+        "GPU",
+    ),
     "batched_muon": "it replaces torch.optim.Muon's update, see test_batched_muon.py",
 }
 

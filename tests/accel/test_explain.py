@@ -144,7 +144,7 @@ def test_where_the_model_was_trained_is_remembered_when_it_has_left(
     monkeypatch.setattr(Run, "cuda", property(lambda run: True))
     made = make()
     with monkeypatch.context() as patched:
-        patched.setattr(starting.Session, "start", lambda self, settled: None)  # which would ask the GPU
+        patched.setattr(starting.Session, "start", lambda self, on_search_end: None)  # which would ask the GPU
         model, *_ = accel.optimize(*made, budget=60)
     monkeypatch.setattr(Run, "cuda", property(lambda run: False))
     assert text not in accel.explain(model).unseen
