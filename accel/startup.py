@@ -13,8 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 
-from accel.errors import InvalidArgument
-
 _OLDEST_S = 10.0
 """How much of the time before the first step counts, s."""
 
@@ -26,15 +24,8 @@ _has_aged = False
 
 
 def is_off() -> bool:
-    """Return whether the environment switches accel off.
-
-    Raises:
-        InvalidArgument: if ACCEL is neither 0 nor 1: whoever wrote "off" would not notice that accel is on.
-    """
-    given = os.environ.get("ACCEL", "").strip()
-    if given not in ("", "0", "1"):
-        raise InvalidArgument(f"ACCEL must be 0 to switch accel off, or 1, got {given!r}; set it to 0 or unset it")
-    return given == "0"
+    """Return whether the environment switches accel off: ACCEL is 0, off, false or no."""
+    return os.environ.get("ACCEL", "").strip().lower() in ("0", "off", "false", "no")
 
 
 @contextlib.contextmanager

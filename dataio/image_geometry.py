@@ -8,7 +8,7 @@ that carry out the same placements give the same crops.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from numbers import Real
 from typing import NamedTuple, Protocol
@@ -173,7 +173,7 @@ class Resize:
 
 
 def _pair(size: int | Pair, name: str) -> Pair:
-    pair = size if isinstance(size, tuple | list) else (size, size)
+    pair = tuple(size) if isinstance(size, Iterable) else (size, size)
     if len(pair) != 2 or not all(isinstance(each, Real) for each in pair):
         raise InvalidArgument(f"{name} must be one number of pixels or (height, width), got {size!r}")
     if min(pair) < 1:

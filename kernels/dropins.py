@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from accel.kernels import support
 
 _dropin_classes: WeakValueDictionary[tuple[type, type], type[nn.Module]] = WeakValueDictionary()
 
@@ -36,6 +39,26 @@ def dropin_class(dropin: type[DropIn], host: type[nn.Module]) -> type[nn.Module]
         names = {name: getattr(host, name) for name in ("__module__", "__qualname__", "__doc__")}
         fused = _dropin_classes[dropin, host] = type(host.__name__, (dropin, host), {"host": host, **names})
     return fused
+
+
+def runs_fused(x: Tensor) -> bool:
+    """Return whether a call on `x` gains from the op: without kernels it is plain torch like the module's own.
+
+    A program that is exported or traced holds the library's own operators, and so runs where this package is not.
+    """
+    # The flag itself: in code that torch 2.11 compiles, `is_exporting()` is True as well.
+    exports = torch.compiler._is_exporting_flag
+    return support.runs_triton(x) and not exports and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
+def is_transformed() -> bool:
+    """Return whether a function transform of torch's is at work, for which a library's kernels may have no rule."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def is_hooked(*modules: Any) -> bool:
+    """Return whether there are hooks on modules that the fused op doesn't call."""
+    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accel.kernels.dropins import DropIn, SwitchedModules, dropin_class, without_hooks
+from accel.kernels.dropins import DropIn, SwitchedModules, dropin_class, runs_fused, without_hooks
 from accel.kernels.window_attention.libraries import (
     HuggingFaceCosineWindows,
     HuggingFaceLayer,
@@ -21,7 +21,6 @@ from accel.kernels.window_attention.libraries import (
     PackedWindows,
     TimmBlock,
     TorchvisionMap,
-    runs_fused,
 )
 
 

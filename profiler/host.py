@@ -182,6 +182,7 @@ def resident_memory(root: Path = cgroup.ROOT) -> ResidentMemory | None:
     try:
         lines = (root / "proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS:", "VmHWM:", "RssAnon:")))
+        fields.setdefault("RssAnon", "0 kB")  # some systems don't tell
         now, most, private = (1024 * int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM", "RssAnon"))
     except ours(OSError, ValueError, KeyError, IndexError):
         return None

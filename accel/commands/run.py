@@ -87,7 +87,6 @@ def run(
     from accel.profiler.script import Script
 
     check_script(script, module)
-    startup.is_off()  # raises if ACCEL is neither 0 nor 1
     if nproc is not None:
         start_ranks(nproc, sys.argv[1:])
         return

@@ -29,9 +29,10 @@ from torch import Tensor, fx, nn
 from accel.guard.alone import is_sharded, on_this_rank_alone
 from accel.guard.faults import of_strategies
 from accel.profiler.loop import backward, callslot
+from accel.profiler.loop.module_hooks import hooks_of
 from accel.profiler.trees import tensors
 from accel.run.context import Shapes, shapes_of
-from accel.run.gate import Call, hooks_of
+from accel.run.gate import Call
 
 Kind = tuple[Shapes | None, bool, bool]
 """Shapes unless they vary, with gradients, in training mode."""

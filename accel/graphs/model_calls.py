@@ -23,7 +23,8 @@ from accel.graphs.owners import Owners
 from accel.graphs.recorder import CudaRecorder
 from accel.profiler.loop import callslot
 from accel.profiler.loop.backward import on_gradient
-from accel.run.gate import Call, hooks_of
+from accel.profiler.loop.module_hooks import hooks_of
+from accel.run.gate import Call
 
 _TWICE = "its gradients are differentiated again (create_graph=True)"
 _AROUNDS = 2

@@ -55,11 +55,11 @@ class Tolerance:
         if exactness == Exactness.REORDERED:
             # 16-bit tensors are summed in float32, so another order moves them by few roundings: 2¹⁰ ε allows anything.
             output, scale = min(2**10 * eps, reduced), 2.0**-7 if eps < _HALF_EPS else 2.0**-6
-        elif exactness == Exactness.REDUCED:
-            output, scale = reduced, 2.0**-6
-        else:
+        elif exactness == Exactness.FLOAT8:
             # Layers in float8 were off by 4 %, 32 blocks of a transformer by 7.5 %, their gradients' scale by 1.4 %.
             output, scale = max(reduced, 2.0**-3), 2.0**-4
+        else:
+            output, scale = reduced, 2.0**-6
         return cls(output=output, gradient=min(4 * math.sqrt(output), 0.5), scale=scale)
 
 

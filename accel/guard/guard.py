@@ -122,7 +122,7 @@ def record(model: nn.Module, device: torch.device, args: tuple[Any, ...], kwargs
     """Record a call that is about to be made; its inputs are copied, since a forward may change them in place.
 
     Raises:
-        NotRestorable: if the model holds more state than can be put back after a replay.
+        NotRestorable: if the model, or a hook on it, holds more state than can be put back after a replay.
     """
     kind = device.type
     before = ModelSnapshot(model, devices_of(model, device, args, kwargs), (args, kwargs))

@@ -1,12 +1,13 @@
 """What a call of a model may change, kept before the call and put back after it, so that it can be made again.
 
     attributes    of all modules, but for torch's own; which buffers and parameters stand in them
-    beside        what hooks, code and objects of the user's keep (`accel.guard.beside`), as far as it is small
     containers    lists, dicts, sets and deques among these, also within each other: refilled, so
                   that they stay the same objects
     tensors       buffers and tensors in those containers: written in place
     generators    torch's on the host and on each device, Python's, numpy's, those that modules hold
                   or a call is given
+
+Objects of other classes, and the insides of them, are not looked at.
 
 Two snapshots are taken: a full one around a call that is recorded or replayed, and before each call
 under strategies one of what such calls were seen to change (`Changes`).
@@ -27,9 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from accel.dataio.dataset.reach import is_library
 from accel.dataio.fetching.randomness import streams
-from accel.guard.beside import OF_MODULES, owners_beside
 from accel.profiler.interruptions import ours
+from accel.profiler.loop.module_hooks import home_of, hooks_of, of_the_loop
 from accel.profiler.trees import leaves, shape_of, tensors
 
 MOST_BYTES = 2**28
@@ -39,9 +41,7 @@ MOST_ENTRIES = 2**20
 FEW_ENTRIES = 1000
 """The same before each call under strategies."""
 _SMALL = 1_000_000
-"""Elements of a tensor that is copied before each call under strategies, or that stands beside the modules."""
-_LARGE = 2**16
-"""Entries of a container beside the modules that is not kept: it is data."""
+"""Elements of a tensor that is copied before each call under strategies."""
 _OF_TENSORS = ("_buffers", "_parameters")
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (Tensor, nn.Parameter)
@@ -85,41 +85,25 @@ class ModelSnapshot:
         self._contents, others, is_all = within(value for _, kept in self._attributes for value in kept.values())
         if not is_all:
             self.unkept = f"its modules hold containers with more than {MOST_ENTRIES:,} entries"
+        if hook := _hook_of_the_users(model):
+            self.unkept = f"your hook {hook} may keep what it sees"
         own = [buffer for buffer in model.buffers() if not is_lazy(buffer)] + list(written)
         self._copies = [(tensor, tensor.detach().clone()) for tensor in own]
-        if not self._copy(others, model):
-            self.unkept = f"its modules hold tensors of more than {MOST_BYTES >> 20} MiB in attributes"
-        in_beside = self._keep_beside(model)
+        elsewhere = {_memory(tensor) for tensor in (*model.parameters(), *own) if type(tensor) in _PLAIN}
+        self._copy(tensor for tensor in others if _may_be_written(tensor) and _memory(tensor) not in elsewhere)
         of_the_host = [Source(stream.name, stream.read, stream.write, is_shared=True) for stream in streams()]
-        self._lasting = [*of_the_host, *_of_devices(devices), *own_generators(model), *in_beside]
+        self._lasting = [*of_the_host, *_of_devices(devices), *own_generators(model)]
         sources = [*self._lasting, *generators_in(leaves(given))]
         self._generators = [(source, source.read()) for source in sources]
 
-    def _keep_beside(self, model: nn.Module) -> list[Source]:
-        """Keep what is small of the state that stands elsewhere, and return the random generators there.
-
-        The call may be made again without the rest.
-        """
-        owners = owners_beside(model)
-        self._beside = [(owner.attributes, dict(zip(owner.names, owner.values, strict=True))) for owner in owners]
-        values = [value for owner in owners for value in owner.values]
-        contents, held, _ = within(each for each in values if not _is_large(each))
-        self._contents += contents
-        self._copy([tensor for tensor in held if tensor.numel() <= _SMALL], model)
-        return generators_in({id(value): value for value in values}.values())
-
-    def _copy(self, tensors: Iterable[Tensor], model: nn.Module) -> bool:
-        """Copy those that a call may write to; return whether there was room for all."""
-        known = (*model.parameters(), *(tensor for tensor, _ in self._copies))
-        elsewhere = {_memory(tensor) for tensor in known if type(tensor) in _PLAIN}
+    def _copy(self, tensors: Iterable[Tensor]) -> None:
         left = MOST_BYTES
         for tensor in tensors:
-            if _may_be_written(tensor) and _memory(tensor) not in elsewhere:
-                left -= tensor.nbytes
-                if left < 0:
-                    return False
-                self._copies.append((tensor, tensor.detach().clone()))
-        return True
+            left -= tensor.nbytes
+            if left < 0:
+                self.unkept = f"its modules hold tensors of more than {MOST_BYTES >> 20} MiB in attributes"
+                return
+            self._copies.append((tensor, tensor.detach().clone()))
 
     def restore(self) -> None:
         """Put back what has changed."""
@@ -127,8 +111,6 @@ class ModelSnapshot:
             for name in plain_attributes(module).keys() - kept.keys():
                 del vars(module)[name]
             vars(module).update(kept)
-        for attributes, kept in self._beside:
-            attributes.update({name: value for name, value in kept.items() if attributes.get(name) is not value})
         refill(self._contents)
         for tensor, value in self._copies:
             if _is_other(tensor, value):
@@ -143,10 +125,10 @@ class ModelSnapshot:
         """Return what has changed since: what a call, say, has changed that was made in the meantime."""
         refilled = {id(each) for each, entries in self._contents if not _are_same(_entries(each), entries)}
         attributes = [
-            (attributes, name)
-            for attributes, kept in [*((vars(module), kept) for module, kept in self._attributes), *self._beside]
+            (vars(module), name)
+            for module, kept in self._attributes
             for name, value in kept.items()
-            if attributes.get(name) is not value or (refilled and _reaches(value, refilled))
+            if vars(module).get(name) is not value or (refilled and _reaches(value, refilled))
         ]
         written = [tensor for tensor, value in self._copies if _is_other(tensor, value)]
         unshared = [_TORCH, *(source for source in self._lasting if not source.is_shared)]
@@ -254,7 +236,11 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_plain(name: str, private: bool) -> bool:
-    return name not in OF_MODULES and not name.startswith("_accel_" if private else "_")
+    return name not in _OF_MODULES and not name.startswith("_accel_" if private else "_")
+
+
+_OF_MODULES = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
+"""Attributes of every module, which torch writes."""
 
 
 def _keeps_private(kind: type) -> bool:
@@ -263,8 +249,17 @@ def _keeps_private(kind: type) -> bool:
     return kind.__module__ not in bases and all(base.startswith("torch.nn.modules.") for base in bases)
 
 
-def _is_large(value: Any) -> bool:
-    return isinstance(value, _CONTAINERS) and len(value) > _LARGE
+def _hook_of_the_users(model: nn.Module) -> str:
+    """Return the name of a hook on modules or gradients that is no library's, '' if there is none.
+
+    Those of libraries (PEFT's, say) are taken to keep nothing for the loop.
+    """
+    of_gradients = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    on_parameters = [getattr(each, name, None) or {} for each in model.parameters() for name in of_gradients]
+    for hook in of_the_loop([*hooks_of(model), *on_parameters]):
+        if not is_library(home_of(hook).rstrip(".")):
+            return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+    return ""
 
 
 def within(values: Iterable[Any], most: int | None = None) -> tuple[Contents, list[Tensor], bool]:

@@ -30,7 +30,10 @@ def number(
         raise InvalidArgument(f"{owner}: {name} must be a number or a tensor of one. Found: {list(value.shape)}.")
     if not hasattr(value, "__float__"):  # nor a string, which float() would take
         raise InvalidArgument(f"{owner}: {name} must be a number. Found: {value!r}.")
-    plain = float(value)
+    try:
+        plain = float(value)
+    except (TypeError, ValueError):  # an array of several
+        raise InvalidArgument(f"{owner}: {name} must be a number. Found: {value!r}.") from None
     if plain < least or plain >= below or math.isnan(plain) or (above and plain == least):
         sign = "larger than" if above else "at least"
         limit = "" if below == math.inf else f" and smaller than {below:g}"

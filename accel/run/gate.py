@@ -17,12 +17,6 @@ from accel.profiler.loop import callslot
 
 Call = Callable[..., Any]
 Wrap = Callable[[Call], Call]
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def hooks_of(model: nn.Module) -> list[dict[Any, Any]]:
-    """Return the dictionaries in which the hooks of all modules stand."""
-    return [vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module)]
 
 
 class Watcher(Protocol):

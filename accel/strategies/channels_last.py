@@ -13,7 +13,6 @@ attributes the guard looks at.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +21,11 @@ from torch.nn.parameter import is_lazy
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.loop.backward import on_gradient
+from accel.profiler.loop.module_hooks import hooks_of, of_the_loop
 from accel.profiler.trees import map_tensors, tensors
 from accel.run import Run
 from accel.run.context import Observed
-from accel.run.gate import Call, hooks_of
+from accel.run.gate import Call
 from accel.run.layouts import in_order
 from accel.strategies.base import Exactness, NothingHelps, Strategy
 
@@ -34,8 +34,6 @@ _IN_ORDER = "the weights of the model's convolutions are in this order already"
 _WRITTEN = "the model writes to its input, and in another layout it would write to a copy"
 _NESTED = "the model is called with a container of tensors, which would get what it writes there in another layout"
 _HOOKED = "a hook on a module of the model would see its values in another layout"
-_OUR_HOOKS = ("torch.", "accel.")
-"""Modules whose hooks bear any layout, such as those of spectral norms."""
 
 
 class ChannelsLast(Strategy):
@@ -65,7 +63,7 @@ class ChannelsLast(Strategy):
         # The convolutions spread the order by themselves then, and the loop gets its outputs in it.
         if any(map(_is_in_order, run.model.modules())):
             return _IN_ORDER
-        return _HOOKED if _has_users_hooks(run.model) else ""
+        return _HOOKED if of_the_loop(hooks_of(run.model)) else ""
 
     def enable(self, run: Run, setting: Any) -> None:
         """Convert the inputs of each call."""
@@ -80,7 +78,7 @@ class ChannelsLast(Strategy):
 
     def failure(self, run: Run) -> str:
         """Say that the model writes to its input, is called with containers, or has got a hook."""
-        return self._stopped or (_HOOKED if _has_users_hooks(run.model) else "")
+        return self._stopped or (_HOOKED if of_the_loop(hooks_of(run.model)) else "")
 
     def _in_channels_last(self, call: Call) -> Call:
         def run_call(*args: Any, **kwargs: Any) -> Any:
@@ -139,15 +137,6 @@ def _is_in_order(module: nn.Module) -> bool:
     if weight is None or is_lazy(weight) or weight.dim() != 4 or weight.is_contiguous():
         return False
     return weight.is_contiguous(memory_format=torch.channels_last)
-
-
-def _has_users_hooks(model: nn.Module) -> bool:
-    return any(not _home(hook).startswith(_OUR_HOOKS) for hooks in hooks_of(model) for hook in hooks.values())
-
-
-def _home(hook: Any) -> str:
-    function = hook.func if isinstance(hook, partial) else hook
-    return f"{getattr(function, '__module__', None) or ''}."
 
 
 def _to_last(tensor: Tensor) -> Tensor:

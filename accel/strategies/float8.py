@@ -7,7 +7,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
@@ -62,7 +62,7 @@ class Float8(Strategy):
 
             self._switched = SwitchedModules()
             for layer in _large_layers(run.model):
-                self._switched.switch(layer, _dropin(emulates=not run.cuda))
+                self._switched.switch(layer, _dropin())
         self._switched.redo()
 
     def disable(self, run: Run) -> None:
@@ -81,18 +81,28 @@ def _is_large(features: int) -> bool:
 
 
 @functools.cache
-def _dropin(*, emulates: bool) -> type[DropIn]:
+def _dropin() -> type[DropIn]:
     """Return torchao's layer as a class to lay over `nn.Linear`.
 
     Its own way puts another module in each one's place, which a guard that puts attributes back would undo.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    from accel.kernels.dropins import DropIn
+    from accel.kernels.dropins import DropIn, is_transformed
 
     plain = nn.Linear(_MULTIPLE, _MULTIPLE, device="meta")
     # Padded where the number of rows is no multiple of 16, as in the last batch.
+    emulates = not torch.cuda.is_available()
     config = Float8LinearConfig(emulate=emulates, pad_inner_dim=True)
     theirs = convert_to_float8_training(nn.Sequential(plain), config=config)[0]
     settings = {name: value for name, value in vars(theirs).items() if name not in vars(plain)}
-    return type("Float8Linear", (DropIn,), {"forward": type(theirs).forward, **settings})
+
+    class Float8Linear(DropIn):
+        def forward(self: Any, x: Tensor) -> Tensor:
+            if (x.is_cuda or emulates) and not is_transformed():
+                return type(theirs).forward(self, x)  # type: ignore[no-any-return]
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+
+    for name, value in settings.items():
+        setattr(Float8Linear, name, value)
+    return Float8Linear

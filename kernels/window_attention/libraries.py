@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from accel.kernels import support
-from accel.kernels.dropins import DropIn
+from accel.kernels.dropins import DropIn, is_hooked, runs_fused
 from accel.kernels.tables import hides_values
 from accel.kernels.window_attention.attention import shifted_window_attention, window_attention
 from accel.kernels.window_attention.regions import mask_of_regions, regions_of_mask, shift_regions
@@ -28,21 +27,6 @@ _SHIFT_MASK = -100.0
 
 _read_masks: Any = WeakTensorKeyDictionary()
 """Mask → its version, and its regions."""
-
-
-def runs_fused(x: Tensor) -> bool:
-    """Return whether a call on `x` gains from the op: without kernels it is plain torch like the module's own.
-
-    A program that is exported or traced holds the library's own operators, and so runs where this package is not.
-    """
-    # The flag itself: in code that torch 2.11 compiles, `is_exporting()` is True as well.
-    exports = torch.compiler._is_exporting_flag
-    return support.runs_triton(x) and not exports and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-
-
-def _hooked(*modules: Any) -> bool:
-    """Return whether there are hooks on modules that the fused op doesn't call."""
-    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
 
 
 def _regions(x: Tensor, mask: Tensor | None) -> tuple[Tensor | None, float] | None:
@@ -82,7 +66,7 @@ class PackedWindows(DropIn):
     def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within the windows [W, N, C]."""
         read = _regions(x, mask)
-        if read is None or _hooked(self.softmax, self.attn_drop):
+        if read is None or is_hooked(self.softmax, self.attn_drop):
             return super().forward(x, mask)  # type: ignore[misc, no-any-return]
         qkv, table, scores = _packed(self, x)
         out = window_attention(
@@ -107,7 +91,7 @@ def _packed(attention: Any, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
 
 
 def _cosine_qkv(attention: Any, x: Tensor) -> Tensor:
-    if attention.q_bias is None or getattr(attention, "qkv_bias_separate", False) or _hooked(attention.qkv):
+    if attention.q_bias is None or getattr(attention, "qkv_bias_separate", False) or is_hooked(attention.qkv):
         qkv: Tensor = attention.qkv(x)
         return qkv if attention.q_bias is None else qkv + _cosine_bias(attention)
     return F.linear(x, attention.qkv.weight, _cosine_bias(attention))
@@ -135,7 +119,7 @@ class TimmBlock(DropIn):
         _, height, width, _ = x.shape
         tall, wide = self.window_size
         inner = (attention, attention.softmax, attention.attn_drop)
-        if height % tall or width % wide or not runs_fused(x) or _hooked(*inner):
+        if height % tall or width % wide or not runs_fused(x) or is_hooked(*inner):
             return super()._attn(x)  # type: ignore[misc, no-any-return]
         qkv, table, scores = _packed(attention, x)
         out = shifted_window_attention(
@@ -197,7 +181,7 @@ class HuggingFaceWindows(DropIn):
         """Attend within the windows [W, N, C]."""
         read = _regions(hidden_states, attention_mask)
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        returns_weights = options.get("output_attentions") or self.config.output_attentions or _hooked(self)
+        returns_weights = options.get("output_attentions") or self.config.output_attentions or is_hooked(self)
         if read is None or returns_weights or not _are_plain(projections):
             return super().forward(hidden_states, _as_mask(attention_mask, hidden_states), **options)  # type: ignore[misc]
         side = round(hidden_states.shape[1] ** 0.5)
@@ -223,7 +207,7 @@ class HuggingFaceCosineWindows(DropIn):
         """Attend within the windows [W, N, C]."""
         read = _regions(hidden_states, attention_mask)
         projections = (self.query, self.key, self.value)
-        if read is None or output_attentions or _hooked(self, self.dropout) or not _are_plain(projections):
+        if read is None or output_attentions or is_hooked(self, self.dropout) or not _are_plain(projections):
             return super().forward(hidden_states, _as_mask(attention_mask, hidden_states), output_attentions)  # type: ignore[misc]
         out = window_attention(
             _projected(hidden_states, projections),
@@ -244,7 +228,7 @@ class HuggingFaceLayer(DropIn):
     def get_attn_mask(self: Any, height: int, width: int, *rest: Any, **options: Any) -> Tensor | None:
         """Return the regions [windows, N] of a shifted map, None without a shift; a mask where hooks would see it."""
         inner = getattr(self.attention, "self", self.attention)
-        if self.shift_size <= 0 or not isinstance(inner, DropIn) or _hooked(self.attention, inner):
+        if self.shift_size <= 0 or not isinstance(inner, DropIn) or is_hooked(self.attention, inner):
             return super().get_attn_mask(height, width, *rest, **options)  # type: ignore[misc, no-any-return]
         device = next((value for value in (*rest, *options.values()) if isinstance(value, torch.device)), None)
         window, shift = (self.window_size, self.window_size), (self.shift_size, self.shift_size)
@@ -260,7 +244,7 @@ def _as_mask(regions: Tensor | None, x: Tensor) -> Tensor | None:
 
 def _are_plain(projections: tuple[Any, ...]) -> bool:
     """Return whether layers can be computed as one: torch's own linear layers, without hooks."""
-    return all(type(layer) is nn.Linear for layer in projections) and not _hooked(*projections)
+    return all(type(layer) is nn.Linear for layer in projections) and not is_hooked(*projections)
 
 
 def _projected(x: Tensor, projections: tuple[Any, ...]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import get_ident
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from accel.profiler.loop.clock import FIRST, MAYBE_DATA, MAYBE_HOST, SETTLED, STEP
 from accel.profiler.loop.delivery import Delivery
 from accel.profiler.loop.patches import Function
-from accel.profiler.trees import tensors
 
 
 class LoaderMarks:
@@ -287,4 +286,13 @@ def samples_in(batch: Any) -> int:
     """Return the first dimension of the first tensor in a batch, 0 if there is none."""
     if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor:  # the usual case; the rest costs 1 µs
         return batch[0].shape[0] if batch[0].dim() else 0
-    return next((each.size(0) for each in tensors(batch) if each.dim() and each.size(0)), 0)
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 0
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, tuple | list):
+        for part in batch:
+            size = samples_in(part)
+            if size:
+                return size
+    return 0

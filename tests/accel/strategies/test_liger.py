@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from accel.kernels import support
 from accel.kernels.dropins import DropIn
+from accel.strategies import liger
 from accel.strategies.base import NothingHelps
 from accel.strategies.liger import Liger
 from tests.accel.frameworks import need
@@ -90,28 +91,23 @@ def trained(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     return output.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def rotation_of(model: nn.Module) -> Any:
-    return vars(importlib.import_module(type(model).__module__))["apply_rotary_pos_emb"]
-
-
 @pytest.mark.parametrize(("kind", "norms", "gates"), [("Llama", 5, 2), ("Qwen3", 9, 2), ("Gemma2", 9, 0)])
 def test_outputs_and_gradients_stay_and_it_goes_back(interpreted: None, kind: str, norms: int, gates: int) -> None:
     model, strategy = model_of(kind), Liger()
     plain, gradients = trained(model)
-    keys, own_rotation, classes = list(model.state_dict()), rotation_of(model), [type(m) for m in model.modules()]
+    keys, classes, draws = list(model.state_dict()), [type(m) for m in model.modules()], torch.get_rng_state()
     assert strategy.refusal(run_of(model)) == ""
     for _ in range(2):
         strategy.enable(run_of(model), None)
         switched = [type(module).__name__ for module in model.modules() if isinstance(module, DropIn)]
         assert sum("Norm" in name for name in switched) == norms
         assert sum("MLP" in name for name in switched) == gates
-        assert rotation_of(model) is not own_rotation
+        assert torch.equal(torch.get_rng_state(), draws)
         assert list(model.state_dict()) == keys
         output, own = trained(model)
         torch.testing.assert_close(output, plain, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(own, gradients, rtol=1e-4, atol=1e-6)
         strategy.disable(run_of(model))
-        assert rotation_of(model) is own_rotation
         assert [type(module) for module in model.modules()] == classes
         assert torch.equal(trained(model)[0], plain)
 
@@ -147,18 +143,78 @@ class OtherRMSNorm(nn.Module):
 def test_a_variant_is_refused_with_its_reason(interpreted: None) -> None:
     model = nn.Sequential(OtherRMSNorm())
     assert Liger().refusal(run_of(model)) == ""
-    with pytest.raises(NothingHelps, match="0: it computes something else than Liger's kernel"):
+    with pytest.raises(NothingHelps, match="1 modules: it computes something else than Liger's kernel"):
         Liger().enable(run_of(model), None)
     assert type(model[0]) is OtherRMSNorm
+
+
+class Clamped(nn.Module):
+    """A SwiGLU layer whose gate is clamped, which no small input shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=10.0)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class Gated(Clamped):
+    """As Hugging Face writes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+def test_what_clamps_its_gate_is_left_alone(interpreted: None) -> None:
+    model, strategy = nn.Sequential(Clamped(), Gated()), Liger()
+    strategy.enable(run_of(model), None)
+    assert [isinstance(layer, DropIn) for layer in model] == [False, True]
+    strategy.disable(run_of(model))
+
+
+def test_a_second_backward_pass_and_hooks_get_what_they_would_without_it(interpreted: None) -> None:
+    torch.manual_seed(0)
+    model, strategy, x = nn.Sequential(Gated()), Liger(), torch.randn(2, 3, 16)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    strategy.enable(run_of(model), None)
+    loss = model(x).square().sum()
+    for keeps in (True, True, False):
+        gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=keeps)
+        torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
+    kept: list[Tensor] = []
+    for part in (model[0].act_fn, model[0].gate_proj):
+        part.register_forward_hook(lambda module, args, output: kept.append(output))
+    model(x).sum().backward()
+    assert len(kept) == 2
+    second = torch.autograd.grad(model(x).sum(), x.requires_grad_(), create_graph=True)
+    assert second[0].requires_grad
+    strategy.disable(run_of(model))
+
+
+def test_what_fails_half_way_is_undone(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, strategy = nn.Sequential(Gated(), Gated()), Liger()
+    tried: list[nn.Module] = []
+
+    def fails(module: nn.Module, dropin: Any) -> bool:
+        tried.append(module)
+        if len(tried) == 2:
+            raise KeyboardInterrupt
+        return True
+
+    monkeypatch.setattr(liger, "_is_alike", fails)
+    with pytest.raises(KeyboardInterrupt):
+        strategy.enable(run_of(model), None)
+    strategy.disable(run_of(model))
+    assert [type(layer) for layer in model] == [Gated, Gated]
 
 
 def test_it_says_why_it_does_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(OtherRMSNorm(), nn.Linear(16, 16))
     assert "needs a CUDA device" in Liger().refusal(run_of(model, cuda=False))
     assert "no RMSNorm" in Liger().refusal(run_of(nn.Linear(2, 2)))
-    assert "what a second pass would read" in Liger().refusal(run_of(model, twice="a backward pass keeps its graph"))
-    model[1].register_forward_hook(lambda module, args, output: None)
-    assert "hooks on linear layers" in Liger().refusal(run_of(model))
+    assert "can be differentiated once" in Liger().refusal(run_of(model, twice="a backward pass keeps its graph"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install liger-kernel" in Liger().refusal(run_of(model))
 
