@@ -96,9 +96,7 @@ def test_bad_input_is_refused_in_one_sentence(rank: int, world: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize(
-    "hierarchical", [pytest.param(False, marks=pytest.mark.slow, id="flat"), pytest.param(True, id="hosts")]
-)
+@pytest.mark.parametrize("hierarchical", [False, True], ids=["flat", "hosts"])
 def test_rank_that_dies_is_named_on_all_others(hierarchical: bool) -> None:
     found = run_ranks(cases.dies, 4, hierarchical, per_host=2, meet=False)
     assert found.pop(1) == 3

@@ -107,7 +107,7 @@ AS_FSDP2: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 """A dtype, and options of `fully_shard`."""
 
 
-@few(AS_FSDP2, ("mixed precision", "accumulation of shards"))
+@few(AS_FSDP2, ("mixed precision", "accumulation", "accumulation of shards"))
 @on_ranks(4, per_host=2)
 def test_exact_averaging_is_fsdp2s(rank: int, world: int, names: tuple[str, ...]) -> None:
     """FSDP2 itself averages over replicas where it is sharded over both dimensions."""

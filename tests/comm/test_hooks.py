@@ -43,9 +43,7 @@ from tests.comm.ranks import on_ranks, run_ranks
 # A 1-bit step keeps the direction at best; error feedback makes up for it.
 FIRST_ERROR = {"exact": 1e-6, "fp16": 2**-10, "bf16": 2**-7, "int8": 2 / 127, "1-bit": 1.2, "1-bit twice": 1.4}
 FIRST_ERROR |= dict.fromkeys(("PowerSGD", "ACP-SGD", "DGC"), 1.0)
-WAYS = {f"{name}, {way}": (name, way == "hosts") for name, way in itertools.product(COMPRESSORS, ("flat", "hosts"))}
-"""A compressor, and whether by hosts."""
-FEEDBACK = few(WAYS, ("1-bit twice, flat", "PowerSGD, hosts"))
+FEEDBACK = few(COMPRESSORS, ("1-bit twice", "PowerSGD"))
 
 
 def apart(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -53,11 +51,11 @@ def apart(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-@few(WAYS, ("int8, flat", "1-bit twice, hosts", "PowerSGD, flat"))
+@few(COMPRESSORS, ("int8", "1-bit twice", "PowerSGD"))
 @on_ranks(4, per_host=2)
 def test_applied_and_residual_add_up_to_the_sum_of_gradients(rank: int, world: int, names: tuple[str, ...]) -> None:
     """The same bits on all ranks, and the first step as near as the encoding is fine."""
-    for name, hierarchical in map(WAYS.__getitem__, names):
+    for name, hierarchical in itertools.product(names, (False, True)):
         what, compressor = (name, hierarchical), COMPRESSORS[name]()
         feedback = compressor.takes_feedback
         ddp, state = make(compressor, torch.float64, hierarchical=hierarchical, error_feedback=feedback)
@@ -82,7 +80,7 @@ def test_applied_and_residual_add_up_to_the_sum_of_gradients(rank: int, world: i
 def test_residual_of_a_parameter_waits_while_no_rank_uses_it(rank: int, world: int, names: tuple[str, ...]) -> None:
     """At the last step one is left out on all ranks, another on all but one."""
     there, here = slice(STARTS[6], STARTS[7]), slice(STARTS[3], STARTS[4])
-    for name, hierarchical in map(WAYS.__getitem__, names):
+    for name, hierarchical in itertools.product(names, (False, True)):
         compressor = COMPRESSORS[name]()
         options = {"hierarchical": hierarchical, "error_feedback": compressor.takes_feedback}
         ddp, state = make(compressor, torch.float64, find_unused_parameters=True, **options)
@@ -108,7 +106,7 @@ def test_residual_of_a_parameter_waits_while_no_rank_uses_it(rank: int, world: i
 @FEEDBACK
 @on_ranks(4, per_host=2)
 def test_a_void_step_arrives_and_leaves_the_residual_alone(rank: int, world: int, names: tuple[str, ...]) -> None:
-    for name, hierarchical in map(WAYS.__getitem__, names):
+    for name, hierarchical in itertools.product(names, (False, True)):
         compressor = COMPRESSORS[name]()
         ddp, state = make(compressor, hierarchical=hierarchical, error_feedback=compressor.takes_feedback)
         for step in range(2):
@@ -137,15 +135,13 @@ MODES: dict[str, dict[str, Any]] = {
     "no_sync": {},
 }
 """Options of DDP, and dtypes."""
-IN_HALF = {f"{name}, {way}": (name, way == "exact") for name, way in itertools.product(MODES, ("half", "exact"))}
-"""One of them, and whether exactly by hosts or in half precision over all."""
 
 
-@few(IN_HALF, ("static graph, views, half", "unused, exact", "unused, half", "no_sync, exact"))
+@few(MODES, ("static graph, views", "unused", "no_sync"))
 @on_ranks(4, per_host=2)
 def test_options_and_dtypes_of_ddp(rank: int, world: int, names: tuple[str, ...]) -> None:
     bounds = {"float16": 2**-9, "bfloat16": 2**-6}
-    for name, hierarchical in map(IN_HALF.__getitem__, names):
+    for name, hierarchical in itertools.product(names, (False, True)):
         dtype = MODES[name].get("dtype", torch.float32)
         compressor = Exact() if hierarchical else Half()
         ddp, state = make(compressor, hierarchical=hierarchical, **MODES[name])

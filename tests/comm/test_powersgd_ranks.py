@@ -103,7 +103,7 @@ def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and len(a) > 0 and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@few(VARIANTS, ("ACP-SGD, hosts",))
+@few(VARIANTS, ("PowerSGD, hosts", "ACP-SGD, flat"))
 @on_ranks(4, per_host=2)
 def test_void_steps_leave_residuals_and_factors_alone(rank: int, world: int, names: tuple[str, ...]) -> None:
     """Rank 1 has what is not finite, in matrices and in a bias; a run without these steps ends alike."""
