@@ -151,8 +151,11 @@ def ask_for_more(state: SearchState) -> Decisions:
             result = yield from act(state, Action(plan=state.plan, steps=state.pace.guard, check=check))
         name, finding = candidate.name, result.finding
         plain_s, with_s = (0.0, 0.0) if finding is None else finding.replays_s
-        saved = min(_MOST_SAVED, (plain_s - with_s) / state.plain_s)
-        state.offers[name] = round(1 / (1 - saved), 2) if plain_s > 0 and not (finding and finding.problem) else 1.0
+        state.offers[name] = 1.0
+        if plain_s > 0 and finding is not None and not finding.problem:
+            # A call replayed cold takes longer than within the loop, where it is at most the whole step.
+            saved = min(1.0, plain_s / state.plain_s) * (1 - with_s / plain_s)
+            state.offers[name] = round(1 / (1 - min(_MOST_SAVED, saved)), 2)
         if state.offers[name] < outlook.LEAST:
             continue
         why = f"replays of the call would make a step about {state.offers[name]:.1f}x as fast"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _NEAR = 8
 """ε by which a module and its drop-in may differ, as a share of the largest output."""
-_LARGE = 30.0
+_LARGE = 15.0
 """Inputs that a module is tried on are also so many times as large: some variants clamp what is large."""
 
 
@@ -138,7 +138,7 @@ class _Reusable:
     """What Liger's backward pass reads, in copies where the graph is kept: it writes gradients over what was saved."""
 
     def __init__(self, ctx: Any) -> None:
-        is_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
         self.saved_tensors = tuple(each.clone() if is_kept else each for each in ctx.saved_tensors)
         self._ctx = ctx
 
@@ -170,7 +170,7 @@ def _is_alike(module: nn.Module, dropin: type[DropIn]) -> bool:
 
     plain, other = without_hooks(module), without_hooks(module)
     for parameter in plain.parameters():  # those of a new model, ones or zeros, hide what differs
-        parameter.normal_()
+        parameter.normal_(std=parameter.shape[-1] ** -0.5)
     other.load_state_dict(plain.state_dict())
     other.__class__ = dropin_class(dropin, type(other))
     weight = next(module.parameters())

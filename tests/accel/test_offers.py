@@ -51,6 +51,22 @@ def test_replays_tell_what_a_wider_level_would_give() -> None:
     assert state.rows["tf32"].status == "not allowed"
 
 
+class ColdReplays(Replays):
+    """Both replays take four times as long as in the loop, which once made an offer of 20x."""
+
+    def answer(self, action: Action) -> Result:
+        result = super().answer(action)
+        if result.finding is not None:
+            plain_s, with_s = result.finding.replays_s
+            result.finding.replays_s = 4 * plain_s, 4 * with_s
+        return result
+
+
+def test_what_replays_take_beyond_a_step_is_no_gain() -> None:
+    state = simulate(left_out("tf32"), ColdReplays(data_share=0.02), device="cuda")
+    assert state.offers == {"tf32": 5.0}  # as of the call alone
+
+
 @pytest.mark.parametrize(
     "options",
     [{"device": "cpu"}, {"device": "cuda", "replay": {}}, {"device": "cuda", "budget": "0.01s"}],

@@ -188,7 +188,8 @@ def test_a_second_backward_pass_and_hooks_get_what_they_would_without_it(interpr
         part.register_forward_hook(lambda module, args, output: kept.append(output))
     model(x).sum().backward()
     assert len(kept) == 2
-    second = torch.autograd.grad(model(x).sum(), x.requires_grad_(), create_graph=True)
+    x.requires_grad_()
+    second = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     assert second[0].requires_grad
     strategy.disable(run_of(model))
 
