@@ -93,6 +93,7 @@ SITE = ROOT / "benchmarks" / "public" / "site"
 # What scripts print of the time that they took.
 _TIMES = re.compile(
     r"ms/batch\s+[\d.]+|time:\s*[\d.]+\s*s?|time [\d.]+m?s|mfu -?[\d.]+%|iter_dt [\d.]+ms|valid (?:loss|ppl) time"
+    r"|(?:Time|Data)\s+[\d.]+ \(\s*[\d.]+\)"
 )
 # Files that hold times or the interpreter's own things.
 _NOT_COMPARED = re.compile(r"\.pyc$|\.log$|\.pdf$")
