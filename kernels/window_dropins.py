@@ -132,12 +132,17 @@ def fuse_window_attention(model: nn.Module) -> SwitchedModules:
         []
     """
     fused = SwitchedModules()
+    switch_window_attention(model, fused)
+    return fused
+
+
+def switch_window_attention(model: nn.Module, fused: SwitchedModules) -> None:
+    """Do so, noting each module in `fused`, which can undo what is interrupted."""
     for name, module, recognizer in candidates(model):
         _take(fused, name, module, recognizer)
     for name, module in model.named_modules():
         if _TIMM_BLOCK.fits(module) and isinstance(module.attn, DropIn) and not isinstance(module, DropIn):
             _take(fused, name, module, _TIMM_BLOCK)
-    return fused
 
 
 def _take(fused: SwitchedModules, name: str, module: nn.Module, recognizer: Recognizer) -> None:

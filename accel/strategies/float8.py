@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
-from accel.strategies.base import Exactness, Strategy, needs_cuda
+from accel.strategies.base import Exactness, needs_cuda
+from accel.strategies.module_switch import ModuleSwitch
 
 if TYPE_CHECKING:
     from accel.kernels.dropins import DropIn, SwitchedModules
@@ -21,7 +22,7 @@ _LEAST = 2048
 _MULTIPLE = 16
 
 
-class Float8(Strategy):
+class Float8(ModuleSwitch):
     """Let linear layers multiply in float8 (e4m3; gradients e5m2), each tensor scaled by its largest value.
 
     Weights, gradients and optimizer state keep their dtype. The last linear layer stays as it is. Casts are fused
@@ -34,9 +35,6 @@ class Float8(Strategy):
     summary = "large linear layers in 8 bits, by torchao"
     treats = frozenset({Bottleneck.COMPUTE})
     exactness = Exactness.FLOAT8
-
-    def __init__(self) -> None:
-        self._switched: SwitchedModules | None = None
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no CUDA, too old a GPU, no torchao, or no layer that would gain."""
@@ -55,20 +53,10 @@ class Float8(Strategy):
             return f"{run.observed.needs_graphs}, and torchao's layers can be differentiated once"
         return ""
 
-    def enable(self, run: Run, setting: Any) -> None:
-        """Switch the layers."""
-        if self._switched is None:
-            from accel.kernels.dropins import SwitchedModules
-
-            self._switched = SwitchedModules()
-            for layer in _large_layers(run.model):
-                self._switched.switch(layer, _dropin())
-        self._switched.redo()
-
-    def disable(self, run: Run) -> None:
-        """Let the layers multiply in their own dtype."""
-        if self._switched is not None:
-            self._switched.undo()
+    def switch(self, model: nn.Module, switched: SwitchedModules) -> None:
+        """Switch the large layers."""
+        for layer in _large_layers(model):
+            switched.switch(layer, _dropin())
 
 
 def _large_layers(model: nn.Module) -> list[nn.Linear]:

@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.interruptions import ours
 from accel.run import Run
-from accel.strategies.base import Exactness, NothingHelps, Strategy, needs_cuda
+from accel.strategies.base import Exactness, NothingHelps, needs_cuda
+from accel.strategies.module_switch import ModuleSwitch
 from accel.strategies.trial_design import TrialDesign
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _LARGE = 15.0
 """Inputs that a module is tried on are also so many times as large: some variants clamp what is large."""
 
 
-class Liger(Strategy):
+class Liger(ModuleSwitch):
     """Switch RMSNorm and SwiGLU layers to Liger's kernels; parameters and `state_dict` stay.
 
     Each module is first compared with itself on random weights and inputs. Two of Liger's kernels are left out: its
@@ -40,9 +41,6 @@ class Liger(Strategy):
     summary = "RMSNorm and SwiGLU by Liger-Kernel"
     treats = frozenset({Bottleneck.LAUNCH, Bottleneck.MEMORY})
     exactness = Exactness.REORDERED
-
-    def __init__(self) -> None:
-        self._switched: SwitchedModules | None = None
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no CUDA, no Liger-Kernel, no such module, or second derivatives."""
@@ -60,23 +58,12 @@ class Liger(Strategy):
         """Reckon with the kernels' compilation."""
         return TrialDesign(cost_s=10.0)
 
-    def enable(self, run: Run, setting: Any) -> None:
-        """Switch the modules; they are compared with their own results the first time."""
-        if self._switched is not None:
-            self._switched.redo()
-            return
-        from accel.kernels.dropins import SwitchedModules
-
-        self._switched = SwitchedModules()  # before any is switched: what fails half way is undone by `disable`
-        _switch(run.model, self._switched)
-        if not self._switched.names:
-            reasons = Counter(self._switched.refused.values())
+    def switch(self, model: nn.Module, switched: SwitchedModules) -> None:
+        """Switch the modules that give their own results by Liger's kernels."""
+        _switch(model, switched)
+        if not switched.names:
+            reasons = Counter(switched.refused.values())
             raise NothingHelps("; ".join(f"{count} modules: {why}" for why, count in reasons.items()))
-
-    def disable(self, run: Run) -> None:
-        """Let the modules compute as they did."""
-        if self._switched is not None:
-            self._switched.undo()
 
 
 def _kind_of(module: nn.Module) -> str:

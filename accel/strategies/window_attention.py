@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torch import nn
 
 from accel.errors import InvalidArgument
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
-from accel.strategies.base import Exactness, Strategy
+from accel.strategies.base import Exactness
+from accel.strategies.module_switch import ModuleSwitch
 from accel.strategies.trial_design import TrialDesign
 
 if TYPE_CHECKING:
     from accel.kernels.dropins import SwitchedModules
 
 
-class WindowAttention(Strategy):
+class WindowAttention(ModuleSwitch):
     """Switch the attention modules of timm, torchvision, Hugging Face and official Swin models to the fused op.
 
     Source: https://arxiv.org/abs/2103.14030.
@@ -24,9 +27,6 @@ class WindowAttention(Strategy):
     summary = "Swin's window attention as one fused kernel each way"
     treats = frozenset({Bottleneck.LAUNCH, Bottleneck.MEMORY, Bottleneck.COMPUTE})
     exactness = Exactness.REORDERED
-
-    def __init__(self) -> None:
-        self._fused: SwitchedModules | None = None
 
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: no GPU, no triton, or no window attention that is known."""
@@ -45,19 +45,10 @@ class WindowAttention(Strategy):
         """Reckon with the kernels' compilation: 1 to 2 s for each kind of layer."""
         return TrialDesign(cost_s=10.0)
 
-    def enable(self, run: Run, setting: Any) -> None:
-        """Switch the modules; they are compared with their own results the first time."""
-        if self._fused is not None:
-            self._fused.redo()
-            return
-        from accel.kernels.window_dropins import fuse_window_attention
+    def switch(self, model: nn.Module, switched: SwitchedModules) -> None:
+        """Switch the modules that give their own results on the fused op."""
+        from accel.kernels.window_dropins import switch_window_attention
 
-        fused = fuse_window_attention(run.model)
-        if not fused.names:
-            raise InvalidArgument("; ".join(f"{name}: {why}" for name, why in fused.refused.items()))
-        self._fused = fused
-
-    def disable(self, run: Run) -> None:
-        """Let the modules compute as they did."""
-        if self._fused is not None:
-            self._fused.undo()
+        switch_window_attention(model, switched)
+        if not switched.names:
+            raise InvalidArgument("; ".join(f"{name}: {why}" for name, why in switched.refused.items()))
