@@ -77,7 +77,7 @@ bench: $(ready) ## the benchmarks of this machine
 	$(run) -m benchmarks.run
 
 gpu: $(ready) ## the GPU suite, JSON under benchmarks/results/
-	$(run) -m benchmarks.gpu
+	$(run) -m benchmarks.gpu $(if $(LIMIT),--limit $(LIMIT))
 
 versions-test: $(ready) ## the default tests under each supported torch, or VERSIONS="2.9.1 2.14.1=/path/to/python", JSON too
 	$(run) -m benchmarks.torch_versions $(VERSIONS)

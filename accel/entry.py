@@ -172,7 +172,7 @@ def optimize(
         settings = optimized.elastic.settings_for(proxy, settings)
     # A checkpoint is read, and other ranks are waited for, by the script's wish.
     with contextlib.nullcontext() if settings.is_elastic else startup.counted():
-        if optimized is None or optimized.settings != settings:
+        if optimized is None or optimized.settings != settings or optimized.session.was_interrupted:
             _close_ended(model, proxy, settings)
             if settings.is_elastic:
                 from accel.elastic.left_alone import take_back

@@ -113,6 +113,8 @@ def why_no_bfloat16(run: Run) -> str:
         return "the loop runs the model under an autocast of its own"
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in run.optimizers):
         return "LBFGS builds its curvature from differences of gradients, which bfloat16 rounds away"
+    if run.observed.distribution:
+        return f"the model returns a {run.observed.distribution}, whose tensors would stay in bfloat16"
     if run.cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "the GPU has no bfloat16 arithmetic (compute capability 8.0 or newer has)"
     return ""

@@ -121,7 +121,7 @@ def _ruled_out(
     if strategy.name in settings.enable:
         return None
     if strategy.exactness > settings.level:
-        return "not allowed", f"it is {strategy.exactness.word}; allow={strategy.exactness.word!r} tries it"
+        return "not allowed", f"it needs allow={strategy.exactness.word!r}"
     return None
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-OnStep = Callable[[int], None]
 Train = Callable[..., Any]
 
 

@@ -69,8 +69,6 @@ class Cost:
     clocks: Added
     with_looks: Added
     """Clocks and looks at the stack."""
-    rounds: int
-    epoch_steps: int
 
 
 def loop_of(width: int, depth: int) -> Train:
@@ -163,9 +161,8 @@ def cost(loop: Train, rounds: int) -> Cost:
                 seen[name] += [b - a for a, b in zip(plain, marked, strict=True)]
     finally:
         marks.close()
-    steps = PIECES * (piece + SETTLING)
     told = {name: added(differences) for name, differences in seen.items()}
-    return Cost(statistics.median(bare), told["clocks"], told["looks"], rounds, steps)
+    return Cost(statistics.median(bare), told["clocks"], told["looks"])
 
 
 def in_turns(

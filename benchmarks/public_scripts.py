@@ -64,6 +64,7 @@ LONG = Record(
     "`accel run` on public training scripts that take minutes: seconds of whole processes, the search included",
     {
         "script": Column("by its name", "script"),
+        "machine": Column("if it differs from that of the newest rows", "on", lambda row: row.get("machine")),
         "plain_s": Column("a plain run, the mean", "plain s", ":.0f"),
         "first": RECORD.columns["first"],
         "first_low": RECORD.columns["first_low"],

@@ -2,9 +2,10 @@
 
     python -m benchmarks.recipes [--check]
 
-A strategy of an expert's list stays if no trial of it is recorded for such a device, or if it was kept in two of three
-and lost in a quarter at most. What moves no bit and is free to switch stays unless it has lost oftener than intervals
-of 95 % are wrong: what gives nothing does no harm.
+A strategy of an expert's list stays if no trial of it is recorded for such a device, or if it won in two of three and
+lost in a quarter at most. It has won where it was kept, and where its whole interval was above 1 and a search dropped
+it for giving too little: among others a little counts, the more the shorter they make the step. What moves no bit and
+is free to switch stays unless it has lost oftener than intervals of 95 % are wrong: what gives nothing does no harm.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Verdict(NamedTuple):
 
     strategy: str
     where: str
-    kept: bool
+    won: bool
     lost: bool
     gain: float | None
 
@@ -96,9 +97,11 @@ def _in_rows(figures: Any) -> Iterator[Verdict]:
 
 
 def _of_row(name: str, row: dict[str, Any]) -> Iterator[Verdict]:
-    gain, high = row.get("gain"), row.get("gain_high")
+    gain, low, high = row.get("gain"), row.get("gain_low"), row.get("gain_high")
     if gain is not None and row["status"] in ("kept", "undone", "inconclusive", "refused"):
-        yield Verdict(name, "", row["status"] == "kept", high is not None and high < 1, gain)
+        is_small = low is not None and low > 1 and row.get("why", "").startswith("gives less than")
+        won = row["status"] == "kept" or is_small
+        yield Verdict(name, "", won, high is not None and high < 1, gain)
 
 
 def _of_gpu(figures: dict[str, Any]) -> Iterator[Verdict]:
@@ -118,13 +121,13 @@ def recipe(device: str) -> list[dict[str, Any]]:
     members = []
     for strategy, where in EXPERT[device]:
         own = [each for each in found if (each.strategy, each.where) == (strategy, where)]
-        kept, lost, is_free = sum(each.kept for each in own), sum(each.lost for each in own), strategy in FREE
-        wins = kept >= _KEPT * len(own) and lost <= _LOST * len(own)
+        won, lost, is_free = sum(each.won for each in own), sum(each.lost for each in own), strategy in FREE
+        wins = won >= _KEPT * len(own) and lost <= _LOST * len(own)
         if not (lost <= _WRONG * len(own) if is_free else wins):
             continue
-        gains = [math.log(each.gain) for each in own if each.kept and each.gain]
+        gains = [math.log(each.gain) for each in own if each.won and each.gain]
         gain = round(math.exp(sum(gains) / len(gains)), 3) if gains else None
-        figures = {"trials": len(own), "kept": kept, "lost": lost, "gain": gain}
+        figures = {"trials": len(own), "won": won, "lost": lost, "gain": gain}
         members.append({"strategy": strategy, "where": where, "is_free": is_free, **figures})
     return members
 

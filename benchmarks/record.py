@@ -65,7 +65,7 @@ class Record:
     rows_name: str = "rows"
 
     def rows(self) -> list[Row]:
-        """Return the rows that were recorded last; those of another day have its date.
+        """Return the rows that were recorded last; those of another day or machine say so.
 
         Rows without a column of the key are of an earlier version, and left out: nothing would ever replace them.
         """
@@ -73,7 +73,9 @@ class Record:
         if result is None:
             return []
         own: list[Row] = [row for row in result[self.rows_name] if all(name in row for name in self.key)]
-        return own if result["date"] == _today() else [{"date": result["date"], **row} for row in own]
+        now = header(self.what, "")
+        other = {name: result[name] for name in ("date", "machine") if result.get(name, now[name]) != now[name]}
+        return [{**other, **row} for row in own]
 
     def write(self, rows: Sequence[Row], command: str = "", **figures: Any) -> None:
         """Write rows, and other figures beside them.
@@ -154,18 +156,24 @@ def command_line() -> str:
 
 
 def save(name: str, figures: Row) -> Path:
-    """Write the file of the figures' date and return it."""
+    """Write the file of the figures' date, in place of an earlier one, and return it."""
     path = FOLDER / f"{name}-cpu-{figures['date']}.json"
     write_atomic(path, json.dumps(figures, indent=1) + "\n")
+    for earlier in _files(name):
+        if f"{name}-cpu-" <= earlier.name < path.name and not figures.get("partial"):
+            earlier.unlink()
     return path
 
 
 def newest(name: str, part: str = "") -> Row | None:
     """Return the newest result of a name, from any device, that is whole; or, where a part is named, that has it."""
-    paths = [path for path in FOLDER.glob(f"{name}-*.json") if _NAMED.fullmatch(path.name[len(name) :])]
-    results: list[Row] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    results: list[Row] = [json.loads(path.read_text(encoding="utf-8")) for path in _files(name)]
     usable = [result for result in results if (part in result if part else not result.get("partial"))]
     return max(usable, key=lambda result: str(result["date"]), default=None)
+
+
+def _files(name: str) -> list[Path]:
+    return [path for path in FOLDER.glob(f"{name}-*.json") if _NAMED.fullmatch(path.name[len(name) :])]
 
 
 def _today() -> str:

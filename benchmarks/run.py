@@ -30,7 +30,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         ),
     ),
     "time_to_accuracy": ("time_to_accuracy", "--record"),
-    "scaling": ("scaling", "--record", "--plot", "benchmarks/results/scaling.svg"),
+    "scaling": ("scaling", "--record", "--plot", "docs/scaling.svg"),
     "noise_overhead": ("noise_overhead", "--record"),
     "fault_matrix": ("fault_matrix", "--record"),
     "decision_faults": ("decision_faults", "--record"),

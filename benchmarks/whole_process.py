@@ -7,7 +7,8 @@ after its third step, since from then on its steps go on as they are: `Course.st
 those seconds. `--hold 0` runs every process to its end.
 
 With `--lock FILE` a process imports and makes its data at once, and touches the device when it has the lock; its time
-is counted from then on (`benchmarks.device_lock`).
+is counted from then on (`benchmarks.device_lock`); with accel it is over as soon as the search has ended. After its
+time it trains on for `--settled` seconds, whose steps are counted once the device has done them all.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 import resource
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +31,8 @@ from typing import Any, NamedTuple
 
 import click
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
 
 from benchmarks.device_lock import device_lock
 from benchmarks.losses import Losses
@@ -42,6 +46,10 @@ _WARM_STEPS = 3
 """After so many steps a process without a search is as fast as it will be."""
 TURN_S = 2.0
 """Long against the first step of a turn, which finds cold caches; short against what the neighbours do."""
+_LEAST_SEARCH = 20
+"""Steps after which a search that has not begun is none."""
+_LONG_EPOCH = 64
+"""Least steps of an epoch at full size: workers begin it with nothing fetched."""
 _WINDOW = 20
 """Steps whose mean loss counts as the loss at a time."""
 
@@ -58,8 +66,12 @@ class Course:
     """How long it ran after its third step, 0 if it never did; its rate is that of this time, else of its last half."""
     peak_mb: float = 0.0
     """Largest resident memory, or largest memory allocated on the GPU, MB."""
-    held_peak_mb: float = 0.0
-    """The same in three steps after all others: without what a search needs."""
+    settled_rate: float = 0.0
+    """Steps in a second after all others, 0 if there were none: whatever accel does is in place by then."""
+    settled_peak_mb: float = 0.0
+    """As `peak_mb`, in that time: without what a search needs."""
+    state: str = ""
+    """Of accel's report: whether the search had ended before."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Of accel's report: name, status, setting, gain and reason of each strategy."""
     remembered: str = ""
@@ -159,8 +171,8 @@ def train(
         for x, target in workload.loader:
             x, target = x.to(device, non_blocking=ahead), target.to(device, non_blocking=ahead)
             losses.add(train_step(workload, x, target))
-            if device.type == "cuda" and len(ends_s) % 10 == 0:
-                torch.cuda.synchronize()  # else the host would run ahead of the clock
+            if len(ends_s) % 10 == 0:
+                _wait_for(device)  # else the host would run ahead of the clock
             ends_s.append(clock())
             if stop(len(ends_s), ends_s[-1]):
                 return Course(ends_s, losses.numbers())
@@ -181,6 +193,8 @@ class Job(NamedTuple):
     seed: int = 0
     lock: Path | None = None
     """What is waited for before the device is touched."""
+    settled_s: float = 3.0
+    """How long it trains on after its time, if there is a lock."""
 
 
 def work(job: Job, launched: float, between: Callable[[], None] = _go_on) -> Course:
@@ -195,6 +209,8 @@ def work(job: Job, launched: float, between: Callable[[], None] = _go_on) -> Cou
     workload = MODELS[job.model](job.size)
     if job.data == "real":
         workload = from_files(workload)
+    if job.size == "full":
+        workload = _in_long_epochs(workload)
     chosen = variant(job.variant)
     if job.lock is not None:
         end_with_parent()
@@ -206,6 +222,13 @@ def work(job: Job, launched: float, between: Callable[[], None] = _go_on) -> Cou
             gc.collect()
             torch.cuda.empty_cache()
         return course
+
+
+def _in_long_epochs(workload: Workload) -> Workload:
+    """Return the workload with epochs of real data's length: its samples several times, each time in another order."""
+    loader = workload.loader
+    sampler = RandomSampler(loader.dataset, num_samples=max(len(loader.dataset), _LONG_EPOCH * loader.batch_size))
+    return workload._replace(loader=DataLoader(loader.dataset, loader.batch_size, sampler=sampler))
 
 
 def _import_early(chosen: Variant) -> None:
@@ -226,7 +249,11 @@ def _train_on_device(
     else:
         workload = chosen.prepare(workload, job.model)
     stop = Stop(job.seconds, 0.0 if chosen.allow else job.hold_s)  # the search goes on as long as the run does
-    course = train(workload, stop, device, lambda: time.time() - began, between)
+
+    def is_over(steps: int, now_s: float) -> bool:
+        return stop(steps, now_s) or (job.lock is not None and steps > _LEAST_SEARCH and _has_searched(workload.model))
+
+    course = train(workload, is_over, device, lambda: time.time() - began, between)
     course.held_s = stop.held_s(course.ends_s[-1])
     course.peak_mb = peak_mb(device)
     if chosen.allow:
@@ -235,14 +262,40 @@ def _train_on_device(
         report = accel.explain(workload.model)
         columns = ("name", "status", "setting", "gain", "gain_low", "gain_high", "why")
         course.rows = [{column: getattr(row, column) for column in columns} for row in report.rows]
-        course.remembered = report.remembered
+        course.remembered, course.state = report.remembered, report.state
     if job.lock is not None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        train(workload, lambda steps, _: steps == _WARM_STEPS, device, time.time, _go_on)
-        course.held_peak_mb = peak_mb(device)
+        course.settled_rate, course.settled_peak_mb = _train_on(job, workload, device)
     return course
+
+
+def _has_searched(model: nn.Module) -> bool:
+    """Return whether a search of accel's has ended; False without accel."""
+    entry = sys.modules.get("accel.entry")
+    optimized_model = None if entry is None else entry.optimized(model)
+    return optimized_model is not None and not optimized_model.session.searching
+
+
+def _train_on(job: Job, workload: Workload, device: torch.device) -> tuple[float, float]:
+    """Train for some time more; return the steps in a second, and the largest memory, MB, after the first steps."""
+    began = 0.0
+
+    def stop(steps: int, now: float) -> bool:
+        nonlocal began
+        if steps == _WARM_STEPS:  # the loader has begun anew
+            _wait_for(device)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            began = time.time()
+        return steps > _WARM_STEPS and now >= began + job.settled_s
+
+    course = train(workload, stop, device, time.time, _go_on)
+    _wait_for(device)
+    return (len(course.ends_s) - _WARM_STEPS) / (time.time() - began), peak_mb(device)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def peak_mb(device: torch.device) -> float:
@@ -292,12 +345,13 @@ def _course(process: Process, done: subprocess.CompletedProcess[str]) -> Course 
 @click.option("--budget", default="", help="Of accel.optimize.  [default: its own]")
 @click.option("--seed", default=0, show_default=True, help="Of the weights and the order of the data.")
 @click.option("--lock", type=click.Path(path_type=Path), help="Wait for this file's lock before the device is touched.")
+@click.option("--settled", default=3.0, show_default=True, help="Seconds to train on after that, with --lock.")
 @click.option("--launched", type=float, help="When it was started, in seconds since the epoch; default now.")
 @click.pass_obj
 def main(between: Callable[[], None] | None, /, launched: float | None, **options: Any) -> None:
     """Train MODEL in the variant NAME, and print its course as JSON."""
     launched = time.time() if launched is None else launched
-    job = Job(variant=options.pop("name"), hold_s=options.pop("hold"), **options)
+    job = Job(variant=options.pop("name"), hold_s=options.pop("hold"), settled_s=options.pop("settled"), **options)
     click.echo(json.dumps(dataclasses.asdict(work(job, launched, between or _go_on))))
 
 

@@ -21,15 +21,18 @@ def describe(batch: Any) -> tuple[int, Hashable]:
     """Return the number of samples, 0 if unknown, and what two batches of the same kind share: their tensors' shapes.
 
     The number of samples is the first dimension of the first tensor that has one. Called for every batch: 2 µs for a
-    pair of tensors.
+    pair of tensors. What can't be looked through, such as links in a circle, has no size.
     """
-    if type(batch) in (tuple, list):
-        # Not by a call for each: it takes as long again.
-        shapes = [shape_of(leaf) if leaf.is_nested else leaf.shape for leaf in batch if type(leaf) is Tensor]
-        if len(shapes) != len(batch):
+    try:
+        if type(batch) in (tuple, list):
+            # Not by a call for each: it takes as long again.
+            shapes = [shape_of(leaf) if leaf.is_nested else leaf.shape for leaf in batch if type(leaf) is Tensor]
+            if len(shapes) != len(batch):
+                shapes = [shape_of(tensor) for tensor in tensors(batch)]
+        else:
             shapes = [shape_of(tensor) for tensor in tensors(batch)]
-    else:
-        shapes = [shape_of(tensor) for tensor in tensors(batch)]
+    except ours():
+        return 0, ()
     return next((shape[0] for shape in shapes if shape), 0), tuple(shapes)
 
 
@@ -50,9 +53,11 @@ def _same(a: Any, b: Any) -> bool:
         return torch.equal(a, b)
     if type(a) is not type(b):
         return False
+    if isinstance(a, np.ndarray) and not a.dtype.hasobject:
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
     try:
         return bool(a == b)
-    except ours(RuntimeError, TypeError, ValueError):  # numpy arrays and the like compare element-wise
+    except ours(RuntimeError, TypeError, ValueError):  # tables and the like compare element-wise
         return repr(a) == repr(b)
 
 

@@ -185,6 +185,8 @@ class DaliLoader:
             # Kept for the next epoch; after a break or an error batches are left inside, and it is thrown away.
             self._graph = graph
         finally:
+            if self._graph is not graph:
+                graph.close()
             pool.shutdown(cancel_futures=True)
 
     def _ready(self) -> Graph:
@@ -288,6 +290,10 @@ class Graph:
                 self._pipeline.reset()
                 return
             yield self._copied(images)
+
+    def close(self) -> None:
+        """Release the pipeline: it and this graph refer to each other, so only the cycle collector would free them."""
+        self._pipeline, self._fed = None, iter(())
 
     def _operators(self, interpolation: Interpolation, exif: bool) -> Any:
         fn, types = dali().fn, dali().types

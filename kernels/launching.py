@@ -18,6 +18,7 @@ is no multiple of 16, hooks of a profiler, the interpreter.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter, itemgetter
@@ -161,7 +162,8 @@ class LaunchPlan:
         # Triton passes compile-time arguments too.
         names = self._kernels[0].arg_names[len(tensors) + len(self._numbers) :]
         rest = *self._numbers, *(self._constants[name] for name in names)
-        self._bound[_key(like)] = _Bound(compiled.run, compiled.function, compiled.packed_metadata, rest)
+        with contextlib.suppress(AttributeError):  # private to Triton: without them each launch is its own
+            self._bound[_key(like)] = _Bound(compiled.run, compiled.function, compiled.packed_metadata, rest)
 
     def _launch_by_triton(self, *tensors: Tensor | None) -> Any:
         return self._kernels[0][self._grid](*tensors, *self._numbers, **self._constants)

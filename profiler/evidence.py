@@ -49,8 +49,6 @@ class LoaderFacts:
     workers: int = 0
     persistent: bool = False
     pinned: bool = False
-    prefetch: int = 0
-    """Batches each worker fetches ahead."""
 
 
 @dataclass(kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+from collections.abc import Iterator
 
 
 def write(text: str, end: str = "\n") -> None:
@@ -15,6 +16,16 @@ def write(text: str, end: str = "\n") -> None:
     if sys.stderr is not None:  # print() would write to stdout then
         with contextlib.suppress(Exception):
             print(text, end=end, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def none_if_closed() -> Iterator[None]:
+    """Have no stderr in place of one that the script has closed or detached: libraries that log would raise."""
+    is_closed = True  # or detached: then even asking raises
+    with contextlib.suppress(ValueError):
+        is_closed = getattr(sys.stderr, "closed", False)
+    with contextlib.redirect_stderr(None) if is_closed else contextlib.nullcontext():
+        yield
 
 
 def warn(text: str, stacklevel: int) -> None:

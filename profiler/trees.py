@@ -97,6 +97,10 @@ def with_entries(sequence: Any, entries: list[Any]) -> Any:
     """Return a tuple or list of the same class with other entries; the very same object where none is another."""
     if all(new is old for new, old in zip(entries, sequence, strict=True)):
         return sequence
+    if isinstance(sequence, list) and type(sequence) is not list:
+        made = copy.copy(sequence)  # with attributes of its own
+        made[:] = entries
+        return made
     return type(sequence)(*entries) if hasattr(sequence, "_fields") else type(sequence)(entries)
 
 

@@ -144,6 +144,8 @@ def by_epochs(config: TrialConfig, *, phase: str = "") -> Comparing:
     while trial.verdict is None:
         arm = trial.arm
         steps = yield Block(arm=arm, whole_epoch=True)
+        if not steps.seconds:
+            return TrialResult(None, why="the loop makes a new loader for each epoch")
         share = steps.phases.get(phase, 0.0) / sum(steps.seconds)
         if phase and not trial.steps["A"] and share < config.drop_gain:
             return TrialResult(None, why=f"{phase} is {share:.1%} of an epoch: too little to win")

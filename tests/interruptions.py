@@ -69,6 +69,8 @@ class Interrupter:
         return self._within
 
     def _pass(self, frame: FrameType) -> None:
+        if dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("PUSH_EXC_INFO", "POP_EXCEPT"):
+            return  # signals never come there, and an error would stay the one that the thread handles, for good
         self.places += 1
         if self.places - 1 == self.at:
             self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

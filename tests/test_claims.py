@@ -38,6 +38,7 @@ IN_RECORDS = {
     r"the strategy has had no trial": r"\"amp_o2\", \"status\": \"(?:kept|undone)\"",
     r"[Bb]y its source": r"memory formats of the state",
     r"comm/": r"nccl",
+    r"comparison of compiled code": r"\"search\": \"done\"",  # of benchmarks/gpu/decisive.py
     r"`batched_muon`": r"\"batched_muon\", \"status\"",
     r"`(?:liger|float8)`": r"\"(?:liger|float8)\", \"status\": \"(?:kept|undone)\"",
     r"\bscheduler\b": r"\"scheduler\": \"accel cluster up\"",

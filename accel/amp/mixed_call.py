@@ -128,7 +128,7 @@ class MixedCall:
         return set() if model is None else set(map(id, model.parameters()))
 
     @functools.partial(_disable, recursive=False)  # the model's own code may be compiled
-    def __call__(self, model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, model: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Make a call.
 
         Args:

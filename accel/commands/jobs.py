@@ -10,6 +10,7 @@ import click
 
 from accel.cluster.actuators import LOG
 from accel.cluster.job_table import FILE, JobSpec, JobTable
+from accel.commands.script_job import own_arguments
 from accel.errors import InvalidArgument
 
 FOLDER = click.option(
@@ -75,7 +76,7 @@ def submit(
     numbers = (f"{script.stem}-{number}" for number in itertools.count(1))
     chosen = name or next(each for each in numbers if each not in taken)
     spec = JobSpec(
-        arguments=(str(script.resolve()), *arguments),
+        arguments=(str(script.resolve()), *own_arguments(arguments)),
         folder=str(Path.cwd()),
         checkpoint=str((checkpoint or folder / "jobs" / chosen).resolve()),
         min_replicas=least,

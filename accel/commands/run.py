@@ -240,7 +240,7 @@ def unused_gpus(used: list[bool]) -> str:
 
 
 def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what torch.distributed needs to know of a task of `srun`; nothing elsewhere, or under torchrun.
+    """Return what torch.distributed needs to know of a task of `srun`; nothing elsewhere, alone, or under torchrun.
 
     The rendezvous is on the first node, where task 0 is; its port is the same on all.
     https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
@@ -255,7 +255,7 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
         >>> torch_variables({"RANK": "3", "SLURM_PROCID": "0"})
         {}
     """
-    if "RANK" in environment or not set(_NEEDED).issubset(environment):
+    if "RANK" in environment or not set(_NEEDED).issubset(environment) or environment["SLURM_NTASKS"] == "1":
         return {}
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment["SLURM_NTASKS"]

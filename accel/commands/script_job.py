@@ -106,8 +106,11 @@ class ScriptJob:
         self.script.__exit__(kind, error, trace)
         if os.getpid() != self._process:
             _end_of_child(self.script.ending.status)
+        from accel.profiler import stderr
+
         try:
-            self.conclude()
+            with stderr.none_if_closed():
+                self.conclude()
         except Exception as fault:  # the script has run: its exit status stays
             say(f"accel: the report could not be made: {type(fault).__name__}: {fault}")
         return True

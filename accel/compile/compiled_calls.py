@@ -14,12 +14,15 @@ run plainly, and `stopped` says why.
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import re
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -37,6 +40,9 @@ from accel.run.gate import Call
 Kind = tuple[Shapes | None, bool, bool]
 """Shapes unless they vary, with gradients, in training mode."""
 MOST = 4
+_MOST_OTHERS = 100
+"""Calls in a row that find other parameters being trained, after which nothing runs compiled any more."""
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _PATIENCE = 20.0
 """How many times as long as compiling the plain calls of another kind must have taken: the default budget's tenth, and
 the backward half of a graph, which is compiled later, takes about as long again as the measured half."""
@@ -74,6 +80,10 @@ class CompiledCalls:
         self._kinds: set[Kind] = set()
         self._plain_s: dict[Kind, float] = {}
         self._is_compiled = self._has_gradients = False
+        self._is_left = False
+        """What is called next is a call along the plain path."""
+        self._depth = self._others = 0
+        """Calls of the model that are under way, and how many in a row have found other parameters being trained."""
         self._recent: dict[Shapes, bool] = {}
         """Shapes that blocks were given in calls with gradients → whether they ran compiled.
 
@@ -81,6 +91,9 @@ class CompiledCalls:
         """
         self._hooks: list[dict[Any, Any]] = []
         self._hook_keys: list[tuple[int, ...]] = []
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] = []
+        """Which of them required gradients when it was compiled."""
         self._frames: list[Any] = []
         self._whole: Call | None = None
         self._block_calls: list[Call] = []
@@ -95,8 +108,9 @@ class CompiledCalls:
         return run
 
     def put_on(self) -> None:
-        """Put the compiled calls of blocks into their slots; they act only within the model's own call."""
+        """Put the compiled calls of blocks into their slots, which act in the model's call, and beside it as there."""
         if not self._hooks:
+            self._parameters = list(self._model.parameters())
             self._hooks = hooks_of(self._model)
             self._hook_keys = list(map(tuple, self._hooks))
         if self._slots:
@@ -116,7 +130,7 @@ class CompiledCalls:
 
     def leave(self) -> None:
         """Run plainly what is called next: a call along the plain path, with its backward pass."""
-        self._is_compiled, self._has_gradients = False, torch.is_grad_enabled()
+        self._is_compiled, self._has_gradients, self._is_left = False, torch.is_grad_enabled(), True
 
     def forget(self) -> None:
         """Take off, and let torch forget what it has compiled for it."""
@@ -127,17 +141,19 @@ class CompiledCalls:
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = self._kind(args, kwargs)
-        self._is_compiled, self._has_gradients = self._may_be_compiled(kind), torch.is_grad_enabled()
-        if not self._is_compiled:
+        if not self._may_be_compiled(kind):
             began = self._clock()
-            outputs = call(*args, **kwargs)
+            with _within(self, is_compiled=False):
+                outputs = call(*args, **kwargs)
             self._plain_s[kind] = self._plain_s.get(kind, 0.0) + self._clock() - began
             return outputs
         graphs, began = self._graphs, self._clock()
         compiled = call if self._groups else self._whole_call(call)
         is_new = kind not in self._kinds or (self.usual is None and self.compilations == 1)
-        with _unwarned() if is_new else contextlib.nullcontext():
+        with _unwarned() if is_new else contextlib.nullcontext(), _within(self, is_compiled=True):
             outputs = compiled(*args, **kwargs)
+        if not self._kinds:
+            self._trained = _trained(self._parameters)
         self._kinds.add(kind)
         if self._graphs > graphs:
             self._note_compilation(self._clock() - began)
@@ -151,6 +167,13 @@ class CompiledCalls:
         packs = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if self.stopped or packs or list(map(tuple, self._hooks)) != self._hook_keys:
             return False
+        # Of these Dynamo's guards see nothing where they pass by the dictionary they stand in (torch 2.9 to 2.11).
+        if self._kinds and _trained(self._parameters) != self._trained:
+            self._others += 1
+            if self._others >= _MOST_OTHERS:
+                self.stopped = "the loop trains other parameters now than when it was compiled"
+            return False
+        self._others = 0
         shapes, has_gradients, _ = kind
         if kind in self._kinds or (has_gradients and shapes == self.usual):
             return True
@@ -182,6 +205,10 @@ class CompiledCalls:
     def _block_is_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if backward.is_running():
             return self._recent.get(shapes_of(args, kwargs), self._is_compiled)
+        # By a method of the model: as within its call, since a backward pass may make both again.
+        if not self._depth and not self._is_left:
+            is_as_compiled = torch.is_grad_enabled() and list(map(tuple, self._hooks)) == self._hook_keys
+            return is_as_compiled and self._recent.get(shapes_of(args, kwargs), False)
         if self._has_gradients:
             if len(self._recent) >= _MOST_RECENT:
                 self._recent.pop(next(iter(self._recent)))
@@ -200,6 +227,22 @@ class CompiledCalls:
             return block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
         return run
+
+
+@contextlib.contextmanager
+def _within(calls: CompiledCalls, *, is_compiled: bool) -> Iterator[None]:
+    """Have blocks run compiled, or plainly, for a call of the model."""
+    before = calls._is_compiled, calls._has_gradients, calls._depth
+    calls._is_left = False
+    calls._is_compiled, calls._has_gradients, calls._depth = is_compiled, torch.is_grad_enabled(), calls._depth + 1
+    try:
+        yield
+    finally:
+        calls._is_compiled, calls._has_gradients, calls._depth = before
+
+
+def _trained(parameters: list[nn.Parameter]) -> list[bool]:
+    return list(map(_REQUIRES_GRAD, parameters))
 
 
 def _sharded_call(calls: CompiledCalls, compiled: Call, block: nn.Module) -> Call:
@@ -247,10 +290,23 @@ def compile_once(calls: CompiledCalls, model: nn.Module, call: Call, args: tuple
 
 @contextlib.contextmanager
 def _unwarned() -> Iterator[None]:
-    """Let a warning of torch's own, which it hides but does not expect to be an error, be neither."""
+    """Silence Dynamo's warnings, which the loop has not asked for, also where it turns warnings into errors."""
+    handlers = logging.getLogger("torch._dynamo").handlers
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-        yield
+        warnings.filterwarnings("ignore", module=r"torch\._dynamo")
+        for handler in handlers:
+            handler.addFilter(_is_asked_for)
+        try:
+            yield
+        finally:
+            for handler in handlers:
+                handler.removeFilter(_is_asked_for)
+
+
+def _is_asked_for(record: logging.LogRecord) -> bool:
+    """Tell whether a message is no mere warning, or TORCH_LOGS asks for such."""
+    return record.levelno != logging.WARNING or "TORCH_LOGS" in os.environ
 
 
 # torch does not compile frames of its own files, so nothing of a Sequential: each call has a frame of ours around it.

@@ -57,12 +57,12 @@ def _cached_by_torch() -> dict[str, Any]:
     return {option: dict.fromkeys(names, _SOURCE_HASH)}
 
 
-def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     # On a GPU eager draws and masks in one kernel of its own, to which `fallback_random` leaves it.
-    if x.is_cuda or not (training and 0 < p <= 1):
-        return functional.dropout(x, p, training, inplace)
-    mask = x.new_zeros(()) if p == 1 else dropout_mask(x.detach(), p)  # eager draws nothing where p is 1
-    return x.mul_(mask) if inplace else x * mask
+    if input.is_cuda or not (training and 0 < p <= 1):
+        return functional.dropout(input, p, training, inplace)
+    mask = input.new_zeros(()) if p == 1 else dropout_mask(input.detach(), p)  # eager draws nothing where p is 1
+    return input.mul_(mask) if inplace else input * mask
 
 
 def _attention(

@@ -21,8 +21,8 @@ from torch.optim import LBFGS, Optimizer
 from accel.elastic.scaling_rules import AdaScale, BatchScale, Linear, Multipliers, NoScaling, Rule, Sqrt, rule_for
 from accel.errors import InvalidArgument, InvalidState
 from accel.goodput.efficiency import NoiseInterval
-from accel.profiler.loop.device import is_capturing
 from accel.profiler.loop.optimizers import Optimizers
+from accel.profiler.loop.steps import is_capturing
 
 _VERSION = 1
 _ONE = Multipliers()
@@ -145,7 +145,8 @@ class LearningRateScaler:
         self.progress, self.steps = float(state["progress"]), int(state["steps"])
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._restore()  # where the step before has raised, or this is that of a base class within it
+        if self._base_values:  # the step before has raised, or this is that of a base class within it
+            self._restore()
         self._is_stepping = True
         if self.multipliers is _ONE:
             return
@@ -162,7 +163,8 @@ class LearningRateScaler:
     def _after_step(self, *_: Any) -> None:
         if not (self._is_stepping or self._is_closed):
             return  # a class that calls its base's step: that one has been counted
-        self._restore()
+        if self._base_values:
+            self._restore()
         self._is_stepping = False
         self.steps += 1
         self.progress += self.gain

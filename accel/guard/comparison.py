@@ -145,6 +145,9 @@ def _compared_tensors(plain: Replayed, candidate: Replayed, exactness: Exactness
     for expected, actual in zip(plain.outputs, candidate.outputs, strict=True):
         yield _compare_tensors(expected, actual, exactness, plain.coarsest)
     for name, kept in plain.attributes.items():
+        for own, other in zip(kept, candidate.attributes.get(name, ()), strict=False):
+            if own.dtype != other.dtype:  # the loop, or the next plain call, would meet it
+                yield Comparison(f"what it keeps in {name} is {other.dtype}, {own.dtype} in the plain path")
         if not all(map(is_kept, kept, candidate.attributes.get(name, ()))):
             yield Comparison(f"what it keeps in {name} has other strides than in the plain path")
 

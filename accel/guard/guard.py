@@ -24,14 +24,15 @@ from accel.guard.alone import is_sharded, on_this_rank_alone
 from accel.guard.comparison import Comparison, Replayed, Tolerance, compare, has_written, noise_like, versions
 from accel.guard.draws import ReplayedDraws
 from accel.guard.rounding import Rounding, rounding_of
-from accel.guard.snapshot import ModelSnapshot, devices_of, plain_attributes
+from accel.guard.snapshot import ModelSnapshot, devices_of, plain_attributes, within
+from accel.profiler.interruptions import Tolerated
 from accel.profiler.loop.backward import on_gradient
 from accel.profiler.trees import copied, leaves, tensors
 
 __all__ = ["Comparison", "Recording", "Replayed", "Tolerance", "compare", "record", "replay", "untouched"]
 
 _MOST_IN_AN_ATTRIBUTE = 100
-"""Tensors of a list or dict that are looked at: it may be a whole data set."""
+"""Entries of a container that are looked at: it may be a whole data set."""
 
 
 class NotRestorable(AccelError):
@@ -62,20 +63,22 @@ class CallFlags:
     @contextlib.contextmanager
     def set(self) -> Iterator[None]:
         """Set them for the block, past `train()` and `eval()`: a user's own may change weights, as loralib's do."""
-        modules = [module for module, flag in self._training if module.training != flag]
-        parameters = [parameter for parameter, flag in self._requires_grad if parameter.requires_grad != flag]
+        training = [(module, module.training) for module, _ in self._training]
+        requires_grad = [(parameter, parameter.requires_grad) for parameter, _ in self._requires_grad]
         try:
-            _flip(modules, parameters)
+            _set(self._training, self._requires_grad)
             yield
         finally:
-            _flip(modules, parameters)
+            _set(training, requires_grad)
 
 
-def _flip(modules: list[nn.Module], parameters: list[nn.Parameter]) -> None:
-    for module in modules:
-        module.training = not module.training
-    for parameter in parameters:
-        parameter.requires_grad = not parameter.requires_grad
+def _set(training: list[tuple[nn.Module, bool]], requires_grad: list[tuple[nn.Parameter, bool]]) -> None:
+    for module, flag in training:
+        if module.training != flag:
+            module.training = flag
+    for parameter, flag in requires_grad:
+        if parameter.requires_grad != flag:
+            parameter.requires_grad = flag
 
 
 @dataclass
@@ -113,9 +116,10 @@ class Recording:
         self.hooks.clear()
 
     def _arrive(self, number: int, gradient: Tensor) -> None:
-        # A loop may call backward twice; the gradients then add up.
-        arrived = gradient.detach().clone()
-        self.arrived[number] = self.arrived[number] + arrived if number in self.arrived else arrived
+        with Tolerated("a gradient is not recorded"):  # for lack of memory: the loop's own backward pass goes on
+            arrived = gradient.detach().clone()
+            # A loop may call backward twice; the gradients then add up.
+            self.arrived[number] = self.arrived[number] + arrived if number in self.arrived else arrived
 
 
 def record(model: nn.Module, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
@@ -220,12 +224,9 @@ def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
     by_place = {}
     for path, module in model.named_modules():
         for name, value in plain_attributes(module).items():
-            values = [value] if isinstance(value, Tensor) else value.values() if isinstance(value, dict) else value
-            if name.startswith("_") or not isinstance(value, Tensor | list | tuple | dict):
-                continue
-            if isinstance(value, Tensor) or len(value) <= _MOST_IN_AN_ATTRIBUTE:
-                own = [each.detach() for each in values if isinstance(each, Tensor)]
-                by_place[f"{path}.{name}".lstrip(".")] = own
+            _, held, is_all = ((), (), True) if name == "_parameters" else within([value], _MOST_IN_AN_ATTRIBUTE)
+            if held and is_all:
+                by_place[f"{path}.{name}".lstrip(".")] = [each.detach() for each in held]
     return by_place
 
 

@@ -245,6 +245,7 @@ _OF_MODULES = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
 
 def _keeps_private(kind: type) -> bool:
     """Return whether private attributes of such a module are the user's: what wraps others has a life beside calls."""
+    kind = next(each for each in kind.__mro__ if each.__module__ != "torch.nn.utils.parametrize")
     bases = [base.__module__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "torch"]
     return kind.__module__ not in bases and all(base.startswith("torch.nn.modules.") for base in bases)
 

@@ -70,10 +70,11 @@ class Watch:
     Args:
         gate: the model's gate; its plain path is the fallback.
         device: where the model lives. On a device that runs ahead of the host, values are read some steps late.
-        trip: called with a reason when the strategies must go; they must be off when it returns.
+        trip: called with a reason when the strategies must go, and with the names of those to blame where these are
+            known; they must be off when it returns.
     """
 
-    def __init__(self, gate: Gate, device: torch.device, trip: Callable[[str], None]) -> None:
+    def __init__(self, gate: Gate, device: torch.device, trip: Callable[..., None]) -> None:
         self._gate = gate
         self._trip = trip
         self._device = device
@@ -111,7 +112,7 @@ class Watch:
         # In what the loop has compiled a hook would become a part of the graph.
         is_compiled = self._gate.compiled_by_user or hasattr(self._gate.model, "_orig_mod")
         reached = list(self._parallel) if is_compiled else []
-        has_no_room = False
+        has_no_room, keeping = False, list[str]()
         try:
             with _noting([] if is_compiled else self._parallel, reached):
                 outputs = call(*args, **kwargs)
@@ -139,8 +140,8 @@ class Watch:
             del outputs  # beside their activations there may be no room for others
         # Outside the handler: the user's own error must have no context, and its activations no company in memory.
         if has_no_room:
-            make_room(self._gate)
-        return self._again(before, reached, problem, args, kwargs)
+            keeping = make_room(self._gate)
+        return self._again(before, reached, problem, keeping, args, kwargs)
 
     def _before(self, args: Any, kwargs: Any) -> _Before | None:
         """Return the state before a call; None if it can't be read, and so the call not be made again."""
@@ -153,7 +154,9 @@ class Watch:
             return _Before(given, restore, snapshot)
         return None
 
-    def _again(self, before: _Before, reached: list[nn.Module], why: str, args: Any, kwargs: Any) -> Any:
+    def _again(
+        self, before: _Before, reached: list[nn.Module], why: str, culprits: list[str], args: Any, kwargs: Any
+    ) -> Any:
         """Repeat the call along the plain path; the strategies are to blame only if its result is fine.
 
         The modules in `reached` have told the other ranks of this call. These don't listen a second time.
@@ -166,7 +169,7 @@ class Watch:
                 alone.enter_context(without_forward(module))
             plain = self._gate.plain(*args, **kwargs)  # raises the user's own error, if it is the user's
         if why.startswith(_RAISED) or not self._judged(self._sizes.problem_now, plain):
-            self._trip(why)
+            self._trip(why, *culprits)
         else:
             self._excuse.grant()
             self.learn(plain)
@@ -287,8 +290,6 @@ class OutputSizes:
 
         On a GPU the values of some calls ago are looked at; only if one was bad, the present one is waited for.
         """
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-            return ""  # a graph of the loop's own: nothing in it has a value yet
         norm = _norm(outputs)
         if norm is not None:
             self._late.note(norm)
@@ -383,13 +384,16 @@ def _norm_of(tensor: Tensor) -> Tensor:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Return at most 2^20 elements, from all over a contiguous tensor; any other as it is.
+    """Return at most 2^20 elements, from all over a tensor without gaps; any other as it is.
 
     The logits of a language model are 2 GB, which took 0.5 ms in each call of BERT-base on an H200. The step is odd, so
     that it meets all columns where their number is a power of two.
     """
     step = -(-tensor.numel() // _SAMPLE) | 1
-    return tensor.view(-1)[::step] if step > 1 and tensor.is_contiguous() else tensor
+    if step == 1:
+        return tensor
+    in_memory_order = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return in_memory_order.view(-1)[::step] if in_memory_order.is_contiguous() else tensor
 
 
 def _total(norms: list[Tensor]) -> Tensor:

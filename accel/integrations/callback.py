@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -40,16 +41,14 @@ class TrainingCallback:
         options = {"allow": allow, "budget": budget, "enable": tuple(enable), "disable": tuple(disable), "cache": cache}
         check_settings(nn.Identity(), allow, options["enable"], options["disable"], None, budget, report, cache)
         self._options = {**options, "report": None if report is None else Path(report).absolute()}
+        self._of_this_one: dict[str, Any] = {}
+        """The options of the training that is under way."""
         self._training: ScriptTraining | None = None
         self._earlier = 0
         """Models that were optimized in the trainings before."""
 
-    def _begin(self, *, steps: int | None = None, epochs: float | None = None) -> None:
+    def _begin(self) -> None:
         """Follow the training of this thread from now on; does nothing where ACCEL=0.
-
-        Args:
-            steps: that it will have, None or less than 1 if the framework doesn't know.
-            epochs: likewise, where `steps` isn't known.
 
         The models of the previous training are restored and released: each fold of a cross validation has another one,
         and one that is trained again starts with what is remembered of it. So are the models of another callback that
@@ -63,11 +62,14 @@ class TrainingCallback:
 
             _under_way[get_ident()] = self
             whole = "print(callback.report)"
-            has_steps, has_epochs = steps is not None and steps > 0, epochs is not None and epochs > 0
-            length = {"steps": steps} if has_steps else {"epochs": epochs} if has_epochs else {}
-            options = {**self._options, **length}
-            self._training = ScriptTraining(options, get_ident(), whole, self._earlier)
+            self._of_this_one = {**self._options}
+            self._training = ScriptTraining(self._of_this_one, get_ident(), whole, self._earlier)
             self._training.start()
+
+    def _lasts(self, steps: float) -> None:
+        """Note how many steps the training will have, before the first one; less than 1 if that is not known."""
+        if 0 < steps < math.inf:
+            self._of_this_one["steps"] = int(steps)
 
     def _end(self, together: bool = True) -> None:
         """Restore torch; what has been kept so far stays on until the next training begins.

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from lightning import Callback
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 
 from accel.integrations.callback import TrainingCallback
 from accel.integrations.trackers import log_report
+
+_UNTOLD_EPOCHS = 1000
+"""What Lightning sets where nobody has set a bound."""
 
 
 class LightningCallback(TrainingCallback, Callback):
@@ -33,8 +37,14 @@ class LightningCallback(TrainingCallback, Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Follow the training, before its loaders are asked for an iterator."""
-        epochs = (trainer.max_epochs or -1) - trainer.current_epoch
-        self._begin(steps=trainer.max_steps - trainer.global_step, epochs=epochs)
+        self._begin()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note the length of the training, which a checkpoint may have begun, unless something may end it sooner."""
+        may_end = any(isinstance(each, EarlyStopping | Timer) for each in trainer.callbacks)
+        is_told = trainer.max_steps > 0 or trainer.max_epochs not in (None, -1, _UNTOLD_EPOCHS)
+        if is_told and not may_end and pl_module.automatic_optimization:
+            self._lasts(trainer.estimated_stepping_batches - trainer.global_step)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Restore torch, and log the figures."""

@@ -42,7 +42,8 @@ class TransformersCallback(TrainingCallback, TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Follow the training, whose length is known."""
-        self._begin(steps=state.max_steps - state.global_step)
+        self._begin()
+        self._lasts(state.max_steps - state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore torch."""

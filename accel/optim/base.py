@@ -401,6 +401,11 @@ class Sealed:
         self.value = value
 
 
+def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter with its values sealed."""
+    return {name: Sealed(value) for name, value in state.items() if value is not None}
+
+
 def checked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state with its tensors sealed.
 
@@ -420,24 +425,24 @@ def checked(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, An
     for group in saved:
         if missing := [name for name in options if name not in group]:
             raise InvalidArgument(f"{owner}: the state is of another optimizer: its groups have no {missing[0]!r}.")
-        states = [state_dict["state"].get(key, {}) for key in group["params"]]
-        counted = "step" in group or all("step" in state for state in states if _was_updated(state))
+        own_states = [state_dict["state"].get(key, {}) for key in group["params"]]
+        counted = "step" in group or all("step" in state for state in own_states if _was_updated(state))
         if kind in _ADAPTIVE and not counted:
             raise InvalidArgument(f"{owner}: the state must say how many steps were done. Found: no 'step'.")
     params = [p for group in groups for p in group["params"]]
     places = dict(zip((key for group in saved for key in group["params"]), params, strict=True))
-    sealed: dict[Any, Any] = {}
+    states: dict[Any, Any] = {}
     for key, own in state_dict["state"].items():
         if key in places:
             _check(owner, kind, places[key], own)
-            own = {name: Sealed(value) for name, value in own.items() if value is not None}
-        sealed[key] = own
+            own = sealed(own)
+        states[key] = own
     one_of, none_of = _MARKS[kind]
     for group in saved:
         if one_of.isdisjoint(group) or not none_of.isdisjoint(group):
             others = ", ".join(sorted(set(group) - {"params", *options}))
             raise InvalidArgument(f"{owner}: the state is of another optimizer: its groups have {others}.")
-    return {**state_dict, "state": sealed}
+    return {**state_dict, "state": states}
 
 
 def _was_updated(state: Mapping[str, Any]) -> bool:

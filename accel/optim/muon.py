@@ -11,7 +11,7 @@ from torch import Tensor
 from accel.errors import InvalidArgument
 from accel.kernels.optimizers import muon_update
 from accel.optim import checks
-from accel.optim.base import MultiTensorOptimizer, column_of
+from accel.optim.base import MultiTensorOptimizer, column_of, sealed
 
 _ADAMW: dict[str, Any] = {
     **{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "nesterov": False, "maximize": False},
@@ -125,8 +125,9 @@ class Muon(MultiTensorOptimizer):
         """Return what a captured step of a group does not read from the device: None, for all options."""
         return None
 
-    def _checked(self, state_dict: dict[str, Any]) -> None:
-        """Raise InvalidArgument for a state of another optimizer; torch.optim.Muon has Muon's groups alone."""
+    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with AdamW's part sealed; torch.optim.Muon has Muon's groups alone."""
+        state = dict(state_dict["state"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):  # torch counts them
             mark = "ns_coefficients" if group["use_muon"] else "betas"
             if mark not in saved or saved.get("use_muon", True) != group["use_muon"]:
@@ -134,6 +135,9 @@ class Muon(MultiTensorOptimizer):
                     f"{type(self).__name__}: the state is of another optimizer, or of groups with another use_muon. "
                     f"Found: a group with {', '.join(sorted(set(saved) - {'params'}))}."
                 )
+            if not group["use_muon"]:
+                state.update((key, sealed(state[key])) for key in saved["params"] if key in state)
+        return {**state_dict, "state": state}
 
 
 def _check_options(owner: str, group: dict[str, Any]) -> None:

@@ -107,6 +107,11 @@ def _sentences(report: Report) -> Iterator[str]:
         yield report.cache
 
 
+def told_late(report: Report, earlier: Report) -> str:
+    """Return what has come to be known since a summary, in one sentence; '' if nothing has."""
+    return "" if earlier.offers else offers_text(report)
+
+
 def _tried_text(report: Report) -> str:
     off = [row for row in report.rows if row.status in ("undone", "inconclusive")]
     tried = ", ".join(f"{name_text(row)} ({row.why})" for row in off)

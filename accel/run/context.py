@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accel.profiler.host import has_amx, machine_name, usable_cores
 from accel.profiler.loop.backward import on_gradient
 from accel.profiler.loop.optimizers import Optimizers
-from accel.profiler.trees import shape_of, tensors
+from accel.profiler.trees import leaves, shape_of, tensors
 from accel.run import ranks
 from accel.run.layouts import order
 
@@ -61,14 +62,23 @@ class Observed:
     """What the loop does with graphs or in backward passes that only autograd's own can: '' if nothing was seen."""
     output_orders: dict[Shapes, Orders] = field(default_factory=dict)
     """How the tensors that a call with gradients has returned lie in memory, by their shapes; the latest stand last."""
+    returns_tensor: bool = False
+    """The last call returned one tensor, and nothing else."""
+    distribution: str = ""
+    """Class of a distribution that a call has returned: nobody sees the tensors in it; '' if there was none."""
     batch: Hashable = None
     """Shapes of the tensors in the usual batch; "varying" if there is no usual one."""
     free_cores: int | None = None
     """Cores that processes outside this run left to this rank at the last look; None before the first."""
-    batches_per_step: int = 1
-    """The most that a step has had."""
+    batches_of_steps: Counter[int] = field(default_factory=Counter)
+    """How many steps have had so many batches."""
     fetch_finding: str = ""
     """Why fetching can't be moved elsewhere; '' if nothing speaks against it."""
+
+    def batches_per_step(self) -> int:
+        """Return how many batches most steps have."""
+        usual = self.batches_of_steps.most_common(1)
+        return max(1, usual[0][0]) if usual else 1
 
     def note_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         """Note a plain call of the model."""
@@ -85,6 +95,10 @@ class Observed:
         """Note how outputs of a plain call lie in memory, and what the loop will do with its graph."""
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             self.needs_graphs = "the loop packs what backward passes need in its own way (saved_tensors_hooks)"
+        self.returns_tensor = isinstance(outputs, Tensor)
+        if not self.returns_tensor:
+            kinds = (type(leaf).__name__ for leaf in leaves(outputs) if isinstance(leaf, Distribution))
+            self.distribution = next(kinds, self.distribution)
         returned = tensors(outputs)
         shapes = _shapes(returned)
         self.output_orders.pop(shapes, None)  # the latest stands last
@@ -200,7 +214,7 @@ class Run:
         if self.planned_steps is not None or epochs is None:
             return self.planned_steps
         try:
-            return float(epochs * len(self.loader)) / self.observed.batches_per_step
+            return float(epochs * len(self.loader)) / self.observed.batches_per_step()
         except (TypeError, NotImplementedError):
             return None
 

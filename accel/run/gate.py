@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import nn
 
 from accel.device_memory import give_memory_back
@@ -85,9 +86,9 @@ class Gate:
         return bool(self._wrappers)
 
     @property
-    def compiles(self) -> bool:
-        """True while a wrapper makes a compiled call, into which modes of torch don't see."""
-        return any(wrapper.compiles for wrapper in self._wrappers.values())
+    def compilers(self) -> set[str]:
+        """The wrappers that make compiled calls, into which modes of torch don't see."""
+        return {name for name, wrapper in self._wrappers.items() if wrapper.compiles}
 
     def add(
         self,
@@ -160,6 +161,8 @@ class Gate:
         callslot.fill(self.model, self._installed)
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # what is looked at here is guarded, and compiled again when it changes
+            return self._innermost(*args, **kwargs)
         watcher = self.watcher
         if watcher is None or self.passes:  # none: another thread has ended that just now
             return self._chain(*args, **kwargs)
@@ -172,9 +175,14 @@ class Gate:
         self._install(is_changed=True)
 
 
-def make_room(gate: Gate) -> None:
-    """Let wrappers give up the memory that they keep, and the allocator what it holds unused, after a call without."""
-    for wrapper in gate._wrappers.values():
-        if wrapper.make_room is not None:
-            wrapper.make_room()
+def make_room(gate: Gate) -> list[str]:
+    """Let wrappers give up the memory that they keep, and the allocator what it holds unused, after a call without.
+
+    Returns:
+        Names of the wrappers that keep any.
+    """
+    keeping = {name: wrapper.make_room for name, wrapper in gate._wrappers.items() if wrapper.make_room is not None}
+    for give_up in keeping.values():
+        give_up()
     give_memory_back()
+    return list(keeping)

@@ -26,6 +26,7 @@ from accel.files import save
 from accel.optimized import MODELS
 from accel.profiler.loop.optimizers import Optimizers
 from accel.run.context import Run
+from accel.strategies.torch_compile import WHOLE
 
 
 class NotWritable(AccelError):
@@ -48,12 +49,16 @@ class ModelPlan(NamedTuple):
         model: class of the model, e.g. "ResNet"; needed where a script makes several optimizers of one class.
         optimizer: class of its optimizer, e.g. "AdamW".
         device: type of its device, "cpu" or "cuda".
+        returns_tensor: whether a call returns one tensor, and nothing else.
+        has_workers: whether its loader has workers of its own.
     """
 
     choices: Mapping[str, Any]
     model: str
     optimizer: str
     device: str
+    returns_tensor: bool = True
+    has_workers: bool = False
 
 
 @dataclass
@@ -95,8 +100,10 @@ def patch_script(source: str, name: str, plans: Sequence[ModelPlan]) -> ScriptPa
     """
     result = ScriptPatch()
     edits: list[Edit] = []
+    if why := _unusual(source):
+        return ScriptPatch(left={_label(strategy, plan, plans): why for plan in plans for strategy in plan.choices})
     for plan in plans:
-        script = _Source(source, plan)
+        script = _Source(source, plan, is_alone=len(plans) == 1)
         for strategy, setting in plan.choices.items():
             label = _label(strategy, plan, plans)
             write = _WRITERS.get(strategy)
@@ -116,8 +123,20 @@ def patch_script(source: str, name: str, plans: Sequence[ModelPlan]) -> ScriptPa
             result.written.append(label)
     changed = _applied(source, edits)
     lines, new = (text.splitlines(keepends=True) for text in (source, changed))
-    result.diff = "".join(difflib.unified_diff(lines, new, f"a/{name}", f"b/{name}"))
+    tab = "\t" if " " in name else ""  # by which patch knows where such a name ends
+    result.diff = "".join(difflib.unified_diff(lines, new, f"a/{name}{tab}", f"b/{name}{tab}"))
     return result
+
+
+def _unusual(source: str) -> str:
+    """Say why no diff of a text would apply, '' if one would."""
+    if not source.endswith("\n") or any(each in source for each in "\r\f\ufeff"):
+        return "the file has Windows line ends, a form feed, a byte order mark, or no line end at its end"
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError):
+        return "the file can't be parsed"
+    return ""
 
 
 def write_patch(script: Path, folder: Path, target: Path) -> str:
@@ -137,7 +156,8 @@ def write_patch(script: Path, folder: Path, target: Path) -> str:
     whole = ScriptPatch()
     try:
         for file in files:
-            name, source = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
+            with file.open(encoding="utf-8", newline="") as text:
+                name, source = file.relative_to(root).as_posix(), text.read()
             rest = [plan._replace(choices=_missing(plan, plans, whole.written)) for plan in plans]
             part = patch_script(source, name, rest)
             left = {**part.left, **whole.left}  # the reason is that of the script itself
@@ -164,7 +184,9 @@ def _missing(plan: ModelPlan, plans: Sequence[ModelPlan], written: list[str]) ->
 
 def _plan_of(run: Run, choices: Mapping[str, Any]) -> ModelPlan:
     kinds = Optimizers(run.optimizers).kinds
-    return ModelPlan(choices, type(run.inner).__name__, ", ".join(sorted(kinds)), run.device.type)
+    model, optimizer = type(run.inner).__name__, ", ".join(sorted(kinds))
+    has_workers = bool(getattr(run.loader, "num_workers", 0))
+    return ModelPlan(choices, model, optimizer, run.device.type, run.observed.returns_tensor, has_workers)
 
 
 def _own_files(script: Path, folder: Path) -> list[Path]:
@@ -193,8 +215,9 @@ def _applied(source: str, edits: list[Edit]) -> str:
 class _Source:
     """A script's syntax tree, and the places in it that strategies change."""
 
-    def __init__(self, source: str, plan: ModelPlan) -> None:
-        self.device = plan.device
+    def __init__(self, source: str, plan: ModelPlan, *, is_alone: bool) -> None:
+        self.device, self.has_workers = plan.device, plan.has_workers
+        self._is_alone, self._returns_tensor = is_alone, plan.returns_tensor
         self._optimizer, self._model = plan.optimizer, plan.model
         self._tree = ast.parse(source)
         self._lines = source.splitlines(keepends=True)
@@ -218,11 +241,15 @@ class _Source:
     def optimizer(self) -> ast.Call:
         """Return the call that makes the optimizer."""
         calls = self.calls(self._optimizer)
-        if len(calls) > 1:
+        is_only = len(calls) == 1
+        if not is_only:
             made = {name for call in self.calls(self._model) for name in _targets(self.statement(call))}
             calls = [call for call in calls if made & {_trained(call)}]
         if len(calls) != 1:
             raise NotWritable(f"{self._optimizer}(…) must stand once in the file, found {len(calls)} times")
+        around = [each for each in ast.walk(self._tree) if isinstance(each, _FUNCTIONS) and calls[0] in ast.walk(each)]
+        if around and is_only and not self._is_alone:
+            raise NotWritable("the optimizer is made in a function, which may make that of another model too")
         return calls[0]
 
     def model(self) -> str:
@@ -246,13 +273,16 @@ class _Source:
         imports = [each for each in top if isinstance(each, ast.Import | ast.ImportFrom)]
         if not imports:
             raise NotWritable("the file has no import at its top")
-        names = {
-            each.name for part in imports if isinstance(part, ast.Import) for each in part.names if not each.asname
-        }
-        if "torch." in lines and "torch" not in {name.partition(".")[0] for name in names}:
+        if "torch." in lines and not self.names_torch():
             lines = f"import torch\n{lines}"
         end = self._starts[imports[-1].end_lineno or imports[-1].lineno]
         return Edit(end, end, f"{lines}\n")
+
+    def names_torch(self) -> bool:
+        """Tell whether `torch` is imported, by that name, at the top of the file."""
+        top = itertools.takewhile(lambda each: not isinstance(each, _BODIES), self._tree.body)
+        imports = (name for each in top if isinstance(each, ast.Import) for name in each.names if not name.asname)
+        return any(each.name.partition(".")[0] == "torch" for each in imports)
 
     def statement(self, node: ast.AST) -> ast.stmt:
         """Return the smallest statement that a node is in."""
@@ -272,8 +302,9 @@ class _Source:
         calls = self.calls("DataLoader")
         names = {node.id for node in ast.walk(self.loop().iter) if isinstance(node, ast.Name)}
         named = [call for call in calls if names & _targets(self.statement(call))]
-        if len(named or calls) != 1:
-            raise NotWritable(f"one DataLoader(…) must feed the loop, found {len(named or calls)}")
+        is_another = not named and any(names & _targets(each) for each in ast.walk(self._tree))
+        if is_another or len(named or calls) != 1:
+            raise NotWritable(f"one DataLoader(…) must feed the loop, found {0 if is_another else len(named or calls)}")
         return (named or calls)[0]
 
     def argument(self, call: ast.Call, name: str, value: str) -> Iterator[Edit]:
@@ -309,10 +340,15 @@ class _Source:
             raise NotWritable("the model is not called on a line of its own")
         text = f"{indent}with {context}:\n" + "".join("    " + line for line in self._lines[first:last])
         if isinstance(statement, ast.Assign) and statement.value in inside:
+            if not self._returns_tensor:
+                raise NotWritable("the model returns more than one tensor, and each must be cast back to float32")
             text = text.rstrip("\n") + "\n" + _to_float32(statement.targets, indent)
+        elif not _does_backward(statement) and not _targets(statement) & _losses(self.loop()):
+            raise NotWritable(f"what {model}(…) returns must be named, or the loss be made of it in the same statement")
         return Edit(self._starts[first], self._starts[last], text)
 
 
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _BODIES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.With)
 
 
@@ -322,20 +358,34 @@ def _called(call: ast.Call) -> str:
 
 
 def _trained(optimizer: ast.Call) -> str:
-    """Return the expression of the model whose parameters the call of an optimizer names; '' if it names none."""
-    for node in ast.walk(optimizer):
-        if isinstance(node, ast.Call) and _called(node) in ("parameters", "named_parameters"):
-            owner = node.func
-            if isinstance(owner, ast.Attribute) and not isinstance(owner.value, ast.Call):
-                return ast.unparse(owner.value)
-    return ""
+    """Return the expression of the model whose parameters the call of an optimizer names; '' if it names not one."""
+    given = [node for node in ast.walk(optimizer) if isinstance(node, ast.Call)]
+    named = [node.func for node in given if _called(node) in _PARAMETERS]
+    owners = [each.value for each in named if isinstance(each, ast.Attribute)]
+    stored = {node.id for node in ast.walk(optimizer) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    stored |= {node.arg for node in ast.walk(optimizer) if isinstance(node, ast.arg)}
+    names = {node.id for owner in owners for node in ast.walk(owner) if isinstance(node, ast.Name)}
+    texts = {ast.unparse(owner) for owner in owners if not isinstance(owner, ast.Call)}
+    return texts.pop() if len(texts) == len(owners) == 1 and not names & stored else ""
 
 
-def _does_backward(loop: ast.For) -> bool:
-    return any(isinstance(node, ast.Call) and _called(node) == "backward" for node in ast.walk(loop))
+_PARAMETERS = ("parameters", "named_parameters")
 
 
-def _targets(statement: ast.stmt) -> set[str]:
+def _backwards(part: ast.stmt) -> list[ast.Call]:
+    return [node for node in ast.walk(part) if isinstance(node, ast.Call) and _called(node) == "backward"]
+
+
+def _does_backward(part: ast.stmt) -> bool:
+    return bool(_backwards(part))
+
+
+def _losses(loop: ast.For) -> set[str]:
+    """Return the names on which `backward` is called, or which it is called with."""
+    return {node.id for call in _backwards(loop) for node in ast.walk(call) if isinstance(node, ast.Name)}
+
+
+def _targets(statement: ast.AST) -> set[str]:
     if not isinstance(statement, ast.Assign | ast.AnnAssign):
         return set()
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
@@ -357,9 +407,21 @@ def _setting(text: str, script: _Source, setting: Any) -> Iterator[Edit]:
     yield script.after_imports(text.format(setting=setting))
 
 
-def _of_model(text: str, script: _Source, setting: Any) -> Iterator[Edit]:
-    """Put a line about the model before the optimizer is made."""
-    yield script.before_optimizer(text.format(model=script.model()))
+def _channels_last(script: _Source, setting: Any) -> Iterator[Edit]:
+    if not script.names_torch():
+        raise NotWritable(_NO_TORCH)
+    yield script.before_optimizer(f"{script.model()}.to(memory_format=torch.channels_last)")
+
+
+def _compile(script: _Source, setting: Any) -> Iterator[Edit]:
+    if setting not in (None, WHOLE):
+        raise NotWritable("accel has compiled the blocks that the model repeats; call compile() of each in its place")
+    if (model := script.model()) == "self":
+        raise NotWritable("self.compile() is of no use to methods that are called by other names")
+    yield script.before_optimizer(f"{model}.compile()")
+
+
+_NO_TORCH = "the file must import torch by that name, at its top"
 
 
 def _fused(script: _Source, setting: Any) -> Iterator[Edit]:
@@ -369,6 +431,8 @@ def _fused(script: _Source, setting: Any) -> Iterator[Edit]:
 def _workers(script: _Source, setting: Any) -> Iterator[Edit]:
     if not isinstance(setting, int):
         raise NotWritable("a DataLoader has no threads; accel.ContinuousLoader(loader) has")
+    if script.has_workers:
+        raise NotWritable("the loader's own workers have begun epochs early; accel.ContinuousLoader(loader) does so")
     # No persistent workers: their later epochs draw no seed, so that the next one is shuffled otherwise.
     yield from script.argument(script.loader(), "num_workers", str(setting))
 
@@ -378,12 +442,14 @@ def _pinned(script: _Source, setting: Any) -> Iterator[Edit]:
 
 
 def _autocast(script: _Source, setting: Any) -> Iterator[Edit]:
+    if not script.names_torch():
+        raise NotWritable(_NO_TORCH)
     yield script.in_context(f'torch.autocast("{script.device}", dtype=torch.bfloat16)')
 
 
 _WRITERS: dict[str, Callable[[_Source, Any], Iterator[Edit]]] = {
-    "channels_last": partial(_of_model, "{model}.to(memory_format=torch.channels_last)"),
-    "torch_compile": partial(_of_model, "{model}.compile()"),
+    "channels_last": _channels_last,
+    "torch_compile": _compile,
     "autocast_bf16": _autocast,
     "tf32": partial(_setting, 'torch.set_float32_matmul_precision("high")'),
     "cudnn_benchmark": partial(_setting, "torch.backends.cudnn.benchmark = True"),

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import Any
 
-import torch
 from torch.optim.optimizer import Optimizer
 
 from accel import entry, startup
@@ -131,8 +130,6 @@ class ScriptTraining:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def _updated(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # nothing of this belongs into the graph of a compiled update
         if get_ident() != self._thread:
             self.updates_elsewhere += 1
             return

@@ -78,9 +78,9 @@ def _observe(state: SearchState) -> Decisions:
     if not state.plan:
         yield from _begin_affordably(state)
         yield from _follow(state)
-    for candidate in state.candidates.values():  # of what the level leaves out: naming it would not help
-        if candidate.row.status == "not allowed" and (why := candidate.refusal()):
-            verdicts.decide(state, candidate, "not applicable", why)
+    for candidate in state.candidates.values():
+        if candidate.name not in state.plan:
+            candidate.refused = candidate.refusal()
 
 
 def _glance(state: SearchState) -> Decisions:
@@ -216,8 +216,10 @@ def _hold(state: SearchState) -> Decisions:
             continue
         plan = state.plan
         yield from _follow(state)
-        if state.replay is None and _waits_no_more(state):
-            return
+        if state.replay is None:
+            priority.reopen_what_came_back(state)
+            if _waits_no_more(state):
+                return
         if result.trips or state.plan != plan:
             level.begin_again()
             seconds.clear()

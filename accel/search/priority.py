@@ -112,6 +112,16 @@ def reopen_verdicts(state: SearchState) -> None:
             candidate.times_reopened += 1
 
 
+def reopen_what_came_back(state: SearchState) -> None:
+    """Queue candidates again that had too little to win, if what they treat takes more of the step by now."""
+    for candidate in state.candidates.values():
+        is_out = candidate.stage is CandidateStage.DECIDED and candidate.row.status == "not tried"
+        if is_out and candidate.design.has_come_back() and candidate.times_reopened < _MOST_TIMES:
+            state.note(f"{candidate.name}: what it treats takes more of the step now; it has its turn again")
+            candidate.queue_again()
+            candidate.times_reopened += 1
+
+
 def _may_matter(state: SearchState, candidate: Candidate) -> bool:
     """Tell whether the upper end of what a candidate saved, or the phase that it shortens, is enough of the step."""
     row, step_ms = candidate.row, state.step_s * 1e3

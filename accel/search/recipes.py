@@ -32,11 +32,11 @@ class RecipeMember:
     is_free: bool = False
     """It moves no bit, costs next to nothing to switch, and has not lost: it is on from the first steps."""
     trials: int = 0
-    kept: int = 0
+    won: int = 0
     lost: int = 0
     """In these the whole interval was below 1."""
     gain: float | None = None
-    """Geometric mean where it was kept."""
+    """Geometric mean where it won."""
 
 
 @cache
@@ -65,7 +65,7 @@ class Recipe:
         self.is_checking, self._tried = False, set()
 
     def gain(self, name: str) -> float:
-        """Return the ratio that a strategy has gained on such a device where it was kept; 1 if there is no record."""
+        """Return the ratio that a strategy has gained on such a device where it won; 1 if there is no record."""
         return next((each.gain or 1.0 for each in self._members if each.strategy == name), 1.0)
 
     def choices(self, state: SearchState, *, free: bool = False) -> Choices:

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from accel.search.remembered import RememberedPlans
 
 _NOT_ASKED = "the other ranks are about to prepare it"
+_WRONG = 1.1
+"""A run that is so many times as long as was said goes on for who knows how long."""
 _FEWEST = 5
 """Steps that an action measures at the least."""
 _LOOKING = 0.005
@@ -73,6 +75,8 @@ class Candidate:
     is_insisted: bool = False
     """The user has named it in `enable=`: its one-off work does not wait for the budget."""
 
+    refused: str = ""
+    """Why it did not apply when its turn came, or when the loop had been observed; not asked while it is on."""
     stage: CandidateStage = CandidateStage.QUEUED
     row: StrategyRow = field(init=False)
     at_length: bool = False
@@ -87,7 +91,7 @@ class Candidate:
     """The outcome of the trial that has kept it, if its design `stands`; it is in both plans of later trials."""
     done: set[str] = field(default_factory=set)
     times_reopened: int = 0
-    """How often its verdict was reopened since the step had become shorter."""
+    """How often its verdict was reopened: the step had become shorter, or what it treats took more of it."""
     other_draws: bool = False
     """With it dropout draws other numbers."""
 
@@ -307,9 +311,11 @@ class SearchState:
 
     @property
     def to_come_s(self) -> float | None:
-        """How much longer the run goes on with steps as they are now; None if that isn't known."""
+        """How much longer the run goes on with steps as they are now; None if that isn't known, or was said wrongly."""
         steps = self.steps_in_all()
-        return None if steps is None or not self.step_s else max(0.0, steps - self.steps) * self.step_s
+        if steps is None or not self.step_s or self.steps > _WRONG * steps:
+            return None
+        return max(0.0, steps - self.steps) * self.step_s
 
     @property
     def has_tried(self) -> bool:

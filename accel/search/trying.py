@@ -32,7 +32,8 @@ def consider(state: SearchState, candidate: Candidate, *, is_paid_for: bool = Fa
     Args:
         is_paid_for: it does not wait for the budget.
     """
-    if why := candidate.refusal():
+    candidate.refused = candidate.refusal()
+    if why := candidate.refused:
         verdicts.give_up(state, candidate, "not applicable", why)
     elif why := priority.too_little(state, candidate):
         verdicts.give_up(state, candidate, "not tried", why)

@@ -44,6 +44,9 @@ _PAUSE = 25
 """Steps between two checks whether another model's search has ended."""
 
 
+INTERRUPTED = "it was interrupted while it decided what to try next"
+
+
 class ActionRunner:
     """Run actions, and send their results.
 
@@ -131,7 +134,7 @@ class ActionRunner:
         """Begin the action again after an interruption; stop if it came while the controller chose the next one."""
         session, action = self._session, self.events.measured.action
         if self._is_deciding:
-            session.failed = "it was interrupted while it decided what to try next"
+            session.failed = INTERRUPTED
             session.close(together=False)
             log.info("accel stopped and left the loop as it was: %s", session.failed)
         elif action is not None:
@@ -189,7 +192,8 @@ class ActionRunner:
         assert action is not None
         step = self._clock.close(events.steps)
         events.steps += 1
-        has_ended = events.measured.add(step, events.epochs, are_repeated=not events.rule.is_fed)
+        moves = events.loader.moves
+        has_ended = events.measured.add(step, events.epochs, moves, are_repeated=not events.rule.is_fed)
         if action.check is not None:
             assert self._ranks is not None
             self._drain()
@@ -261,7 +265,7 @@ class ActionRunner:
         action = ranks.decide(own, decision, missed, 0.0 if first else step_s)
         action = action.on_idle_device() if self._run.cuda else action
         search_ends = action.after_search and not (before is not None and before.after_search)
-        events.measured.begin(action, events.epochs)
+        events.measured.begin(action, events.epochs, events.loader.moves)
         self._state.rest(action.rest)
         self.counted_until = self._clock.now()
         events.loader.watch(action.anatomy and not action.rest)

@@ -147,8 +147,7 @@ class StepEvents(LoopObserver):
         rule = self.rule
         has_ended = rule.updated or rule.has_ended()
         if has_ended:
-            observed = self.run.observed
-            observed.batches_per_step = max(observed.batches_per_step, rule.batches)
+            self.run.observed.batches_of_steps[rule.batches] += 1
             rule.updated, rule.batches = False, 0
         if self.state.mode is _RESTING:
             if has_ended:

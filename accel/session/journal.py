@@ -149,21 +149,21 @@ class Journal:
         self._write(self.report())
 
     def say_how_it_ended(self) -> None:
-        """The process ends: print a line if no outcome of the search has been printed."""
+        """The process ends: print a line if no outcome of the search has been printed, or not all that is known now."""
         report = self.report()
         if not self._session.rank and (what := self._ending(report)):
             self._announcer.say(what)
 
     def _ending(self, report: Report) -> str:
         if report.state == "done" and not self._is_reported:
-            candidates = self._controller.candidates
-            left = [row.name for row in report.rows if row.status == "not tried" and not candidates[row.name].refusal()]
-            untried = ", ".join(left)
+            untried = ", ".join(row.name for row in report.rows if row.status == "not tried")
             what = f"{report.model} {report.verdict()}" + (f"; not tried yet: {untried}" if untried else "")
             why, remedy = outlook.why_open(self._controller)
             return f"{what}: {why}; {remedy}" if untried and why else what
         if report.state != "interrupted":
-            return ""
+            from accel.report.optimize_document import told_late
+
+            return told_late(report, self._concluded or report)
         if report.steps == 0:
             what = f"no training step of {report.model} was seen"
             what += "; iterate the loader that optimize returned, and call the model that it was given"
@@ -224,10 +224,12 @@ class Journal:
         return self._conclusion(report)
 
     def _row(self, candidate: Candidate) -> StrategyRow:
-        """Return the row of a candidate as it is told; what is on before its trial has ended is kept so far."""
+        """Return the row of a candidate as it is told: kept so far if it is on before its trial has ended."""
         row, note = candidate.row, candidate.design.note
         if row.status == "not tried" and candidate.name in self._controller.plan:
             return dataclasses.replace(row, status="kept", why="on so far; its trial has not ended")
+        if row.status in ("not tried", "not allowed") and candidate.refused:
+            return dataclasses.replace(row, status="not applicable", why=candidate.refused)
         return dataclasses.replace(row, why=f"{row.why}; {note}") if row.status == "kept" and note else row
 
     def _conclusion(self, report: Report) -> Report:

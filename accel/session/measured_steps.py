@@ -33,6 +33,8 @@ _JUDGED_BY = 5
 """Steps by whose batches the usual shape is judged, at the least."""
 _USUAL_SHAPE = 0.8
 """Share of them that has it: one odd batch in four is not a variation."""
+_STILL_USUAL = 0.5
+"""For one that was usual before: of a share near the other five steps would tell by chance."""
 _REPEATED = 50
 """Steps that count as an epoch where the loop repeats batches, and no epoch begins any more."""
 
@@ -92,7 +94,8 @@ class UsualBatch:
         if self.shape is not None and self._counts.total() < _JUDGED_BY:
             return False
         shape, count = self._counts.most_common(1)[0] if self._counts else (None, 0)
-        self.shape = shape if count >= _USUAL_SHAPE * self._counts.total() else "varying"
+        least = _STILL_USUAL if shape == self.shape else _USUAL_SHAPE
+        self.shape = shape if count >= least * self._counts.total() else "varying"
         self._counts.clear()
         return True
 
@@ -148,23 +151,23 @@ class ActionSteps:
         self.usual, self.batch = UsualSteps(), UsualBatch()
         self.is_left_out = False
         """The present step's time is not that of others."""
-        self._whole_epoch = WholeEpoch()
+        self._whole_epoch, self._moves = WholeEpoch(), 0
 
     @property
     def usual_batch(self) -> tuple[int, Hashable]:
         """Samples of most steps, 0 if unknown, and the shape of most batches."""
         return self.usual.size, self.batch.shape
 
-    def begin(self, action: Action, epochs: int) -> None:
-        """Begin an action, after so many epochs have begun."""
-        self.action, self.result, self._whole_epoch = action, Result(), WholeEpoch(epochs)
+    def begin(self, action: Action, epochs: int, moves: int) -> None:
+        """Begin an action, after so many epochs have begun, and the loop has gone on to other loaders so often."""
+        self.action, self.result, self._whole_epoch, self._moves = action, Result(), WholeEpoch(epochs), moves
 
     def forget(self, *, is_resized: bool) -> None:
         """Forget the times of the action so far; the batch controller may have changed the batch."""
         self.result.forget_steps()
         self.batch.forget(is_resized=is_resized)
 
-    def add(self, measured: Measurement, epochs: int, *, are_repeated: bool) -> bool:
+    def add(self, measured: Measurement, epochs: int, moves: int, *, are_repeated: bool) -> bool:
         """Take in a step that has ended; return whether it was the action's last.
 
         Args:
@@ -177,6 +180,9 @@ class ActionSteps:
         is_left_out, self.is_left_out = self.is_left_out, False
         if not is_left_out:
             self.usual.add(measured)
+        if action.whole_epoch and moves != self._moves:  # its epoch would not end
+            result.forget_steps()
+            return True
         if action.whole_epoch:
             is_counted = not (are_repeated and is_left_out)
             return is_counted and self._whole_epoch.book(measured, result, epochs, are_repeated)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from accel.device_memory import give_memory_back
+from accel.device_memory import give_memory_back, has_room
 from accel.exactness import Exactness
 from accel.guard import guard, rounding
 from accel.guard.faults import may_be_of_strategies
@@ -29,6 +29,8 @@ from accel.session.step_watch import StepWatch
 
 log = logging.getLogger("accel")
 
+_BACKWARD = 3
+"""Of what its outputs take, what a backward pass may need at its begin, with a copy of their gradients."""
 _NOT_CALLED = "the model was not called in the recorded steps"
 _WRITES = "the model's call writes to its own parameters, which a call made again to compare would write to once more"
 
@@ -99,8 +101,12 @@ class PlanCheck:
         return outputs
 
     def _listen(self, recording: Recording, outputs: Any, before: set[Any]) -> None:
-        """Take a call that was made as the reference."""
+        """Take a call that was made as the reference, if there is room for a copy of the gradients of its outputs."""
         self._run.observed.note_outputs(outputs)
+        copies = sum(tensor.nbytes for tensor in tensors(outputs) if tensor.requires_grad)
+        if not has_room(self._run.device, _BACKWARD * copies):
+            self._note(Comparison(unsure=f"there is no room to compare: outputs take {copies / 2**30:.1f} GiB"))
+            return
         recording.rounding = rounding.rounding_of(self._run.model, recording.autocast, tensors(outputs), before)
         recording.listen(outputs)
         self._recording = recording
@@ -143,17 +149,18 @@ class PlanCheck:
         touched = self._replays.touched(new)
         exactness = self._switchboard.exactness(plan)
         if "model" in touched and recording is not None:
-            compiles = self._replays.compiles(plan)
-            is_compiled = compiles or self._run.gate.compiled_by_user
+            compilers = self._replays.compilers(plan)
+            is_compiled = bool(compilers) or self._run.gate.compiled_by_user
             with rounding.without_tf32(recording.rounding, self._run.device, exactness, compiles=is_compiled) as finer:
                 try:
-                    findings.append(self._check_model(plan, recording, exactness, compiles=compiles))
+                    findings.append(self._check_model(plan, recording, exactness, compilers))
                 finally:
                     if finer is not None:  # what was made for it, such as graphs, is of no use in real steps
                         self._switchboard.switch({})
                         bound = self._replays.further_checks(on.intersection(new))  # graphs are for one precision
                         self._switchboard.close(bound)
-                        self._made_otherwise.update(set(new) - on)  # the next of these steps can use it
+                        # The next of these steps can use it. What is compiled knows nothing of convolutions' precision.
+                        self._made_otherwise.update(set(new) - on - compilers)
         elif "model" in touched:
             findings.append(Comparison(unsure=_NOT_CALLED))
         if "optimizer" in touched:
@@ -161,8 +168,13 @@ class PlanCheck:
         if touched <= {"input"}:
             self._switchboard.switch(plan)  # switching it on compares a batch with a plain fetch; see the strategy
 
-    def _check_model(self, plan: Choices, recording: Recording, exactness: Exactness, *, compiles: bool) -> Comparison:
+    def _check_model(
+        self, plan: Choices, recording: Recording, exactness: Exactness, compilers: set[str]
+    ) -> Comparison:
+        compiles = bool(compilers)
         with self._replays.untouched(recording):
+            if compiles and self._run.cuda and not self._replays.are_together:
+                return self._check_apart(plan, recording, exactness, compilers)
             try:
                 finding, plain = self._replays.compared(plan, recording, compiles=compiles)
             except NotReplayable as error:
@@ -178,6 +190,34 @@ class PlanCheck:
             if finding.problem or compiles or not draws or self._finding is not None:  # a plan is checked in two steps
                 return finding
             return finding.merge(self._check_evaluation(plan, recording))
+
+    def _check_apart(
+        self, plan: Choices, recording: Recording, exactness: Exactness, compilers: set[str]
+    ) -> Comparison:
+        """Compare the plan without its compiler with the plain call, then the compiled call with that.
+
+        On a GPU compiled code draws as the device does: by memory layout and dtype, which a plan may change.
+        """
+        on_model, finding = self._switchboard.acting_on("model", plan), Comparison()
+        captured = self._replays.further_checks(on_model).keys()  # those compare themselves, with compiled calls
+        compiled = {name: setting for name, setting in on_model.items() if name not in captured}
+        eager = {name: setting for name, setting in compiled.items() if name not in compilers}
+        try:
+            if eager.keys() & self._switchboard.new_in(plan):  # the rest was compared when it was new
+                finding = self._replays.compared(eager, recording, compiles=False)[0]
+        except NotReplayable as error:
+            return Comparison(unsure=f"the plain call can't be replayed: {error}")
+        if finding.problem or finding.unsure:
+            return finding
+        try:
+            expected = self._replays.under(eager, recording)
+        except torch.OutOfMemoryError:
+            raise
+        except ours() as error:
+            return Comparison(unsure=f"the call can't be replayed without the compiler: {error}")
+        finding = finding.merge(guard.compare(expected, self._replays.under(compiled, recording), exactness))
+        del expected
+        return finding if finding.problem else self._further_checks(finding, plan, recording, exactness)
 
     def _further_checks(
         self, finding: Comparison, plan: Choices, recording: Recording, exactness: Exactness

@@ -78,7 +78,7 @@ class Replays:
         exactness, switchboard = self.switchboard.exactness(plan), self.switchboard
         took_s: list[float] = []
         replay = self._timed(partial(guard.replay, evaluates=evaluates), took_s)
-        canonical = exactness != Exactness.EXACT
+        canonical = exactness != Exactness.EXACT and not (compiles and self.run.cuda)  # it draws as the device does
         with together.in_step() if self.are_together else contextlib.nullcontext():
             switchboard.switch(beside or {})
             recording.before.restore()
@@ -143,12 +143,12 @@ class Replays:
         checks = {name: designed(strategies[name], self.run).further_check for name in names}
         return {name: check for name, check in checks.items() if check is not None}
 
-    def compiles(self, plan: Choices) -> bool:
-        """Tell whether strategies of a plan compile the model's calls; they tell the gate when they are on."""
+    def compilers(self, plan: Choices) -> set[str]:
+        """Return the strategies of a plan that compile the model's calls; they tell the gate when they are on."""
         before = dict(self.switchboard.active)
         self.switchboard.switch(plan)
         try:
-            return self.run.gate.compiles
+            return self.run.gate.compilers
         finally:
             self.switchboard.switch(before)
 

@@ -21,7 +21,7 @@ from accel.profiler.stderr import warn
 from accel.run.context import Run
 from accel.run.ranks import Failure
 from accel.search.plan import Choices
-from accel.session.action_runner import ActionRunner, MakeDecisions
+from accel.session.action_runner import INTERRUPTED, ActionRunner, MakeDecisions
 from accel.session.events import StepEvents
 from accel.session.state import Mode, RunState
 from accel.session.switchboard import Switchboard
@@ -103,6 +103,11 @@ class Session:
     def is_busy(self) -> bool:
         """True while `trying`, and while the loop runs plainly: in `suspended`, and once everything has been undone."""
         return self.state.mode is not Mode.RESTING and (self.state.mode is not Mode.MEASURING or self.trying)
+
+    @property
+    def was_interrupted(self) -> bool:
+        """True where Ctrl-C has ended it between two actions: it may begin anew, as in the next cell of a notebook."""
+        return self.failed == INTERRUPTED
 
     def leave_out_step(self) -> None:
         """Do not count the time of the step that begins: something else is measured in it."""

@@ -112,7 +112,7 @@ class StepWatch:
         run, active = self._run, dict(self._switchboard.active)
         on_model = self._switchboard.acting_on("model", active)
         beside = {name: setting for name, setting in active.items() if name not in on_model}
-        compiles, given = run.gate.compiles, (call.args, call.kwargs)
+        compiles, given = bool(run.gate.compilers), (call.args, call.kwargs)
         with self._replays.untouched(call):
             # The kept call has the random state of the CPU only: the rest is as now in both replays.
             devices = devices_of(run.model, run.device, *given)

@@ -94,21 +94,23 @@ class Switchboard:
         trips, self.trips = self.trips, {}
         return trips
 
-    def trip(self, why: str) -> None:
+    def trip(self, why: str, *culprits: str) -> None:
         """Switch off, now, every strategy that acts on the model or its update; the controller is informed later.
+
+        Only the culprits are given up, the one that was switched on last where none is known; the others come back with
+        the next action.
 
         With several ranks what they must switch off together stays on until the controller is.
         """
         suspects = [name for name in self.suspects() if name not in self.trips]
-        newest = suspects[-1:]
+        blamed = [name for name in suspects if name in culprits] or suspects[-1:]
         for name in reversed(suspects):
             if self._run.world_size == 1 or not is_collective(self.strategies[name]):
                 self._off(name)
         self._tripped()
-        # The strategy switched on last is the likeliest cause and is named; the others come back with the next action.
-        for name in newest:
+        for name in blamed:
             self.trips[name] = why
-        log.warning("accel: %s was switched off: %s", ", ".join(newest), why)
+        log.warning("accel: %s was switched off: %s", ", ".join(blamed), why)
 
     def drop_fetching(self, why: str, *, for_good: bool = False) -> None:
         """Switch off what acts on the loader; `for_good` to release what it has made, too."""

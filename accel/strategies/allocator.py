@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import statistics
+import time
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -129,6 +130,11 @@ class Allocator(ProcessSwitch):
     touches = frozenset()
     switch = ProcessSetting(lambda: False, _keep_freed)
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._looked: tuple[int | None, float] = None, 0.0
+        self._times_in_a_row = 0
+
     def refusal(self, run: Run) -> str:
         """Say why it does not apply: a GPU, on already, another allocator, or thresholds that the user has set."""
         if run.device.type != "cpu":
@@ -139,7 +145,16 @@ class Allocator(ProcessSwitch):
 
     def trial_design(self, run: Run) -> TrialDesign:
         """Judge it by page faults, too; the heap grows to what a step needs while it settles."""
-        return ByPageFaults(settle_steps=2)
+        return ByPageFaults(settle_steps=2, has_come_back=self._faults_again)
+
+    def _faults_again(self) -> bool:
+        """Return whether page faults took some of the time twice in a row: an evaluation has some, too."""
+        (before, since), now = self._looked, (fault_count(), time.monotonic())
+        self._looked = now
+        counted = before is not None and now[0] is not None
+        faults = counted and (now[0] - before) * _FAULT_S >= _COME_BACK * (now[1] - since)  # type: ignore[operator]
+        self._times_in_a_row = self._times_in_a_row + 1 if faults else 0
+        return self._times_in_a_row >= _IN_A_ROW
 
     def close(self, run: Run) -> None:
         """Return what lies free, unless it is on."""
@@ -156,6 +171,8 @@ _BLOCKS, _BLOCK_S = 10, 0.3
 time."""
 _FAULT_S = 3e-6
 """What a page fault takes at most: on two virtual cores it took 2.7 µs, most of them the zeroing of the page."""
+_COME_BACK, _IN_A_ROW = 0.05, 2
+"""Share of the time from which on page faults are worth another look, if it is seen so often."""
 _BEYOND_S = 1.0
 """What the trial may cost where the budget allows for less: it can't be repeated, so no brief stall may end it."""
 _SAVED = 0.2

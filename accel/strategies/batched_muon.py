@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.experiments import update_path
 from accel.run import Run
 from accel.strategies.base import Exactness, Strategy
 from accel.strategies.process_setting import ProcessSetting
@@ -26,6 +27,9 @@ class _Batched(tuple[float, ...]):
     """Coefficients of a group that is updated in batches: torch hands them from the group to the function below."""
 
     __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)  # a copy of the optimizer has the plain ones
 
 
 def _update(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], **options: Any) -> None:
@@ -74,6 +78,8 @@ class BatchedMuon(Strategy):
         muons = [optimizer for optimizer in run.optimizers if type(optimizer) is _MUON]
         if not muons:
             return "no torch.optim.Muon of the model has been seen"
+        if why := next(filter(None, map(update_path.compiled, muons)), ""):
+            return why
         return next((why for each in muons for group in each.param_groups if (why := _unfit(group))), "")
 
     def trial_design(self, run: Run) -> TrialDesign:
@@ -88,7 +94,7 @@ class BatchedMuon(Strategy):
                 _mark(optimizer)
                 self._hooks[optimizer] = [
                     optimizer.register_step_pre_hook(_mark),
-                    optimizer.register_state_dict_post_hook(_plain_checkpoint),
+                    optimizer.register_state_dict_post_hook(_plain_checkpoint, prepend=True),
                 ]
 
     def failure(self, run: Run) -> str:

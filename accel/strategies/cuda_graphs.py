@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accel.device_memory import available_memory
+from accel.device_memory import available_memory, idle_in_graphs
 from accel.profiler.bottleneck import Bottleneck
 from accel.run import Run
 from accel.run.context import Shapes, shapes_of
@@ -136,7 +136,7 @@ class CudaGraphs(Strategy):
     def _are_in_the_way(self, run: Run) -> bool:
         if not run.cuda or self._step is None or self._calls is None or not self._calls.has_graphs:
             return False
-        return memory_of(run.device).available < self._step[1]
+        return memory_of(run.device).available - idle_in_graphs(run.device) < self._step[1]
 
     def _calls_of(self, run: Run) -> ModelCalls:
         from accel.graphs import ModelCalls
@@ -185,6 +185,8 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 def why_no_room(available: int, step: int) -> str:
     """Say why graphs of a step that needs so many bytes should not be captured; '' if there is room for them."""
+    if step == 0:
+        return "what a step needs of memory is not known: the loop resets torch's peak statistics after each"
     needed = _SETS * step
     if available >= needed:
         return ""

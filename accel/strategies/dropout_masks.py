@@ -17,6 +17,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from accel.profiler.bottleneck import Bottleneck
+from accel.profiler.loop.untraced import untraced
 from accel.run import Run
 from accel.strategies.base import Exactness, NothingHelps
 from accel.strategies.process_setting import ProcessSetting, ProcessSwitch
@@ -47,6 +48,7 @@ class _Kernel:
             self._library._destroy()
             self._library = None
 
+    @untraced  # eager parts of a compiled model call it, too
     def draw(self, tensor: Tensor, p: float = 0.5, generator: Generator | None = None) -> Tensor:
         """Be the kernel."""
         from accel.kernels import bernoulli

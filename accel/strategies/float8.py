@@ -61,7 +61,8 @@ class Float8(ModuleSwitch):
 
 def _large_layers(model: nn.Module) -> list[nn.Linear]:
     layers = [module for module in model.modules() if type(module) is nn.Linear]
-    return [layer for layer in layers[:-1] if all(map(_is_large, (layer.in_features, layer.out_features)))]
+    large = [layer for layer in layers[:-1] if all(map(_is_large, (layer.in_features, layer.out_features)))]
+    return [layer for layer in large if layer.weight.requires_grad]  # torchao makes the gradient of a frozen one, too
 
 
 def _is_large(features: int) -> bool:
@@ -87,7 +88,7 @@ def _dropin() -> type[DropIn]:
 
     class Float8Linear(DropIn):
         def forward(self: Any, x: Tensor) -> Tensor:
-            if (x.is_cuda or emulates) and not is_transformed():
+            if (x.is_cuda or emulates) and x.numel() and not is_transformed():
                 return type(theirs).forward(self, x)  # type: ignore[no-any-return]
             return super().forward(x)  # type: ignore[misc, no-any-return]
 

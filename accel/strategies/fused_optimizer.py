@@ -63,8 +63,10 @@ class FusedOptimizer(Strategy):
         """Set the path, and move step counters where the fused path wants them."""
         able = [optimizer for optimizer in run.optimizers if not _refusal(optimizer)]
         self._paths.switch(able, fused=setting == "fused")
-        # A checkpoint is the plain loop's: it says nothing of the path.
-        self._hooks += [optimizer.register_state_dict_post_hook(self._plain_checkpoint) for optimizer in able]
+        # A checkpoint is the plain loop's: it says nothing of the path, to hooks of the loop's either.
+        self._hooks += [
+            optimizer.register_state_dict_post_hook(self._plain_checkpoint, prepend=True) for optimizer in able
+        ]
 
     def _plain_checkpoint(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):

@@ -113,7 +113,10 @@ def _dropins() -> dict[str, list[type[DropIn]]]:
     class SwiGLU(DropIn):
         def forward(self: Any, x: Tensor) -> Tensor:
             # A hook on a projection keeps what Liger's kernel writes over; one on the activation would not be called.
-            if not runs_fused(x) or is_transformed() or is_hooked(self.gate_proj, self.up_proj, self.act_fn):
+            # A compiler fuses the product itself, and can't trace a backward pass that looks at autograd's state.
+            if torch.compiler.is_compiling() or not runs_fused(x) or is_transformed():
+                return super().forward(x)  # type: ignore[misc, no-any-return]
+            if is_hooked(self.gate_proj, self.up_proj, self.act_fn):
                 return super().forward(x)  # type: ignore[misc, no-any-return]
             product = Product.apply(self.gate_proj(x), self.up_proj(x))
             return self.down_proj(product)  # type: ignore[no-any-return]

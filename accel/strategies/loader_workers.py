@@ -91,7 +91,7 @@ class LoaderWorkers(Strategy):
         from accel.dataio.dataset.thread_safety import unsafe
 
         counts = [n for n in (1, 2, 4, 8) if n <= run.cores]
-        threads = [] if unsafe(run.loader.dataset) else [f"{_THREADS}{n}" for n in counts]
+        threads = [] if unsafe(run.loader.dataset, run.loader.collate_fn) else [f"{_THREADS}{n}" for n in counts]
         available, own = available_memory(), resident_memory()
         return [*threads, *(n for n in counts if available is None or own is None or n * own.private <= available)]
 
@@ -123,10 +123,13 @@ class LoaderWorkers(Strategy):
         self._pool = {setting: ahead for setting, ahead in self._pool.items() if ahead is run.fetching.workers}
         if self._next_epoch is not run.fetching.next_epoch and self._next_epoch is not None:
             self._next_epoch.close()
+            self._next_epoch = None  # the next one may be of another loader
 
 
 _THREADS = "threads="
-# Batches: a trial takes twelve epochs, and could win little.
+_EPOCHS = 12
+"""That a trial takes which ends by keeping it."""
+# Batches: such a trial takes long, and could win little.
 _LONG_EPOCH = 500
 
 
@@ -137,6 +140,8 @@ def _refusal_of_own(run: Run) -> str:
         batches = len(run.loader)
     except TypeError:
         return "the loader's sampler has no length: its epochs may have no end"
+    if run.planned_epochs is not None and run.planned_epochs <= _EPOCHS:
+        return f"it is compared in {_EPOCHS} whole epochs, more than the run has"
     if batches > _LONG_EPOCH:
         return f"an epoch has {batches:,} batches: starting the loader's own workers costs little beside them"
     return ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from accel.run import Run
-from accel.strategies.base import Strategy
+from accel.strategies.base import NothingHelps, Strategy
 
 if TYPE_CHECKING:
     from accel.kernels.dropins import SwitchedModules
@@ -32,7 +32,11 @@ class ModuleSwitch(Strategy):
         from accel.kernels.dropins import SwitchedModules
 
         self._switched = SwitchedModules()  # before any is switched: what fails half way is undone by `disable`
-        self.switch(run.model, self._switched)
+        try:
+            self.switch(run.model, self._switched)
+        except NothingHelps:
+            self._switched = None
+            raise
 
     def disable(self, run: Run) -> None:
         """Let the modules compute as they did."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.guard.together import is_sharded, why_not_together
 from accel.profiler.bottleneck import Bottleneck
 from accel.profiler.loop import callslot
+from accel.profiler.trees import copied
 from accel.run import Run
 from accel.run.context import shapes_of
 from accel.run.gate import Call
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 BLOCKS, WHOLE = "blocks", "whole model"
 # Fitted to eight models of benchmarks/suite on two cores: 9 to 113 s, all within a factor of two.
 _START_S, _LAYER_S, _REPEATED_LAYER_S = 5.0, 1.2, 0.35
+_ON_A_GPU = 0.5
+"""Of that. ResNet-50, 102 s by these, took 28 s, or 56 s with empty caches (github.com/pytorch/benchmark/pull/1547)."""
 REPEATED_SHARE = 0.3
 """Of what a helper process has compiled, the part that this one does again. With torch's cache a small convolutional
 network took 2.8 s in place of 18.8 s; large models repeat more."""
@@ -76,6 +81,8 @@ class TorchCompile(Strategy):
         if is_sharded(run.model) and not self._blocks(run):
             alone = "no block of the sharded model can be compiled by itself; give each one to fully_shard"
             return why_not_together(run.model) or alone
+        if is_sharded(run.model) and not hasattr(functorch_config, "force_non_lazy_backward_lowering"):
+            return "this torch compiles backward passes within them, where a failure would leave one rank out of step"
         if run.observed.needs_graphs:
             return f"{run.observed.needs_graphs}, which a compiled one does not bear"
         return ""
@@ -109,6 +116,7 @@ class TorchCompile(Strategy):
         different, repeated = layers([group[0] for group in groups] or [run.model])
         graphs = 1 if run.observed.usual_shapes is not None else 2  # for the first sizes, and for all
         seconds = (_START_S + _LAYER_S * different + _REPEATED_LAYER_S * repeated) * graphs
+        seconds *= _ON_A_GPU if run.cuda else 1.0
         problem = self._helped.get(setting) if setting in self._helped else _no_room(run)
         return seconds if problem else seconds * REPEATED_SHARE
 
@@ -212,7 +220,8 @@ class TorchCompile(Strategy):
 
             if active is not None:
                 active.take_off()
-            compile_once(self._new_calls(run, setting), run.model, call, args, kwargs)
+            own_args, own_kwargs = copied((args, kwargs))  # a batch of a loader's workers lies in memory that is shared
+            compile_once(self._new_calls(run, setting), run.model, call, own_args, own_kwargs)
 
         run.gate.add(self.name, wrap, None if active is None else active.leave, compiles=active is not None)
 
@@ -238,6 +247,10 @@ def _no_room(run: Run) -> str:
         return "its calls gather weights from all ranks"
     if run.device.type != "cpu":
         return "the model is not on the CPU"
+    held = chain(run.model.parameters(), run.model.buffers())
+    plain = (t for t in held if type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided)
+    if any(tensor.is_shared() for tensor in plain):  # type: ignore[no-untyped-call]
+        return "the model lies in shared memory, which a helper process would write to"
     from accel.compile.compile_ahead import unavailable
 
     return unavailable()

@@ -64,6 +64,8 @@ class TrialDesign:
     is_made_for_calls: bool = False
     """What its one-off work has made is for calls as they are: it is made once more for another batch shape, and if
     anything else that changes the model's calls is switched."""
+    has_come_back: Callable[[], bool] = lambda: False
+    """Whether what it treats takes enough of the step again, after a trial that found too little; asked in `hold`."""
     watch: OtherProcesses | None = None
     further_check: FurtherCheck | None = None
     note: str = ""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from benchmarks.device_lock import holder
 from benchmarks.record import ROOT
 
-WORKERS = 8
+WORKERS = 12
 """Processes of the tests, where pytest-xdist is installed: they mostly wait for compilers."""
 LOOK_S = 0.2
 """How often processes are looked at."""
@@ -35,8 +35,14 @@ Read = Callable[[int | None, str], Figures]
 
 def last_json(code: int | None, output: str) -> Figures:
     """Return the last line that is JSON: after it a process may say something when it ends."""
-    lines = [line for line in output.splitlines() if line.startswith("{")]
-    return failure(code, output) or (json.loads(lines[-1]) if lines else {"failed": "it printed no figures"})
+    if failed := failure(code, output):
+        return failed
+    for line in reversed(output.splitlines()):
+        with contextlib.suppress(json.JSONDecodeError):
+            if line.startswith("{"):
+                figures: Figures = json.loads(line)
+                return figures
+    return {"failed": "it printed no figures"}
 
 
 def failure(code: int | None, output: str) -> Figures:
@@ -94,10 +100,14 @@ class Started:
             start_new_session=True,
         )
 
-    def end(self) -> str:
-        """End it with its workers, which may outlive it, and return what it printed."""
+    def kill(self) -> None:
+        """Kill it with its workers, which may outlive it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> str:
+        """End it with its workers, and return what it printed."""
+        self.kill()
         self.process.wait()
         with self._log as log:
             log.seek(0)
@@ -137,6 +147,8 @@ class Queue:
                 yield Ended(job, {"failed": "the time of the call ran out"}, is_whole=False)
         finally:
             for started in self._running:
+                started.kill()  # all of them first: a process that uses a GPU takes its time to be gone
+            for started in self._running:
                 started.end()
             self._running.clear()
 
@@ -163,13 +175,19 @@ class Queue:
                 yield Ended(started.job, started.job.read(code, started.end()), used_s)
 
 
-def section(name: str, limit_s: float, publish: Callable[[Figures], object] = lambda figures: None) -> Figures:
+def section(
+    name: str,
+    limit_s: float,
+    publish: Callable[[Figures], object] = lambda figures: None,
+    environ: Mapping[str, str] | None = None,
+) -> Figures:
     """Run a section; return its figures, with `failed` if it did not run to its end.
 
     Args:
         name: in benchmarks/gpu/sections.py.
         limit_s: seconds.
         publish: called with all figures so far whenever there are more.
+        environ: variables beside those of this process.
     """
     figures: Figures = {}
 
@@ -185,7 +203,7 @@ def section(name: str, limit_s: float, publish: Callable[[Figures], object] = la
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{name}.json"
-        job = Job({}, ["-m", "benchmarks.gpu.sections", name, str(file)], 0.0, limit_s, read=read)
+        job = Job({}, ["-m", "benchmarks.gpu.sections", name, str(file)], 0.0, limit_s, environ=environ, read=read)
         (ended,) = Queue().run([job], lambda: math.inf, look)
         look()
     return {**ended.figures, **figures}
@@ -200,9 +218,11 @@ def gpu_tests(limit_s: float, gb: float) -> Job:
 
 
 def read_tests(code: int | None, output: str) -> Figures:
-    """Return whether all tests passed, and pytest's last line."""
+    """Return whether all tests passed, and pytest's last line; only `failed` if they were ended."""
     lines = output.strip().splitlines()
     print("\n".join(lines[-40:]), flush=True)
+    if code is None:
+        return failure(code, output)
     figures: Figures = {"green": code == 0, "line": lines[-1] if lines else ""}
     if code != 0:
         failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]

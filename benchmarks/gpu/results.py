@@ -20,7 +20,7 @@ import torch
 
 from accel.files import write_atomic
 from benchmarks.gpu import targets
-from benchmarks.gpu.sections import SECTIONS
+from benchmarks.gpu.sections import LIBRARY, SECTIONS
 from benchmarks.record import FOLDER, ROOT, replaced
 from benchmarks.render import Row
 
@@ -55,8 +55,17 @@ def recorded(like: Row) -> Row:
     results: list[Row] = [json.loads(path.read_text(encoding="utf-8")) for path in FOLDER.glob("gpu-*.json")]
     same = [row for row in results if all(row.get(name) == like[name] for name in ("device", "torch"))]
     last = max(same, key=lambda row: str(row["date"]), default={})
-    tests = {"tests": last["tests"]} if "tests" in last else {}
-    return tests | {name: {"run": last["date"], **last[name]} for name in SECTIONS if name in last}
+    tested = {"tests": last["tests"]} if _are_tested(last) else {}
+    return tested | {name: {"run": last["date"], **last[name]} for name in SECTIONS if name in last}
+
+
+def is_green(figures: Row) -> bool:
+    """Return whether all tests passed, of the sources as they are."""
+    return bool(figures.get("tests", {}).get("green")) and _are_tested(figures)
+
+
+def _are_tested(figures: Row) -> bool:
+    return bool(figures.get("tests", {}).get("sources") == sources(*LIBRARY, "tests"))
 
 
 class Results:
@@ -84,10 +93,14 @@ class Results:
         return cls({**earlier, **now}, (out / f"gpu-{kind}-{now['date']}.json", kept))
 
     def put(self, name: str, value: Any) -> None:
-        """Take in the figures of a section, judge all, and write."""
+        """Take in the figures of a section, judge them if it has targets or these sources were tested, and write."""
         self.figures[name] = value
-        self.figures["targets"] = targets.judged(self.figures)
-        self.figures["partial"] = not {*SHOWN} <= self.figures.keys()
+        if name in targets.SECTIONS or _are_tested(self.figures):
+            self.figures["targets"] = targets.judged(self.figures, is_green(self.figures))
+        self.figures.setdefault("targets", [])
+        self.figures["partial"] = not all(
+            {*self.figures.get(shown, {})} - {"failed", "sources", "seconds"} for shown in SHOWN
+        )
         for path in self._paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, json.dumps(self.figures, indent=1) + "\n")

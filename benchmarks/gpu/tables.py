@@ -169,9 +169,8 @@ def to_target_block(result: Row) -> str:
         "times as fast as x1": _ratio("against_start"),
         "as the best fixed": _ratio("against_best"),
     }
-    head = (
-        f"`python -m benchmarks.gpu --only to_target`, {section['run']}, {result['device']}, torch {result['torch']}."
-    )
+    command, day = "python -m benchmarks.gpu --only to_target", section.get("run", result["date"])
+    head = f"`{command}`, {day}, {result['device']}, torch {result['torch']}."
     return block(head, columns, section["comparison"])
 
 
@@ -190,7 +189,7 @@ def gradients_block(result: Row) -> str:
     }
     section = result["gradient_kernels"]
     command = "python -m benchmarks.gpu --only gradient_kernels"
-    head = f"`{command}`, {section['run']}, {result['device']}, torch {result['torch']}."
+    head = f"`{command}`, {section.get('run', result['date'])}, {result['device']}, torch {result['torch']}."
     return block(head, columns, [row for row in section["rows"] if "failed" not in row])
 
 

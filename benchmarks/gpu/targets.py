@@ -15,6 +15,16 @@ Found = float | None
 Line = tuple[str, str, float, str, Found]
 """What is asked, the sign, the figure, its unit, and what was found."""
 
+SECTIONS = (
+    "window_attention",
+    "assignment",
+    "optimizers",
+    "graphs",
+    "mixed_precision",
+    "training",
+    "copy_overlap",
+)
+"""That are held to targets."""
 RIVALS = ("sdpa", "flex", "compile")
 LEAST_BATCH = 32
 """From which on speed, and not the number of launches, is asked for."""
@@ -28,13 +38,14 @@ _RATIOS = {
 """Lines whose figure is a median over turns."""
 
 
-def judged(figures: Figures) -> list[Figures]:
+def judged(figures: Figures, green: bool) -> list[Figures]:
     """Return a row for each target; `found` is None where nothing was measured, and `met` where nothing is claimed.
 
     Args:
         figures: of the suite, section by section; sections may be missing, or hold a part of their rows.
+        green: the tests passed, of the sources as they are.
     """
-    rows = held_to(_lines(figures), figures.get("tests", {}).get("green", False))
+    rows = held_to(_lines(figures), green)
     for row in rows:
         if spread := _spread(figures, row["line"]):
             row["spread"] = spread
@@ -57,14 +68,14 @@ def _spread(figures: Figures, line: str) -> list[float]:
 
 
 def _lines(figures: Figures) -> Iterator[Line]:
-    window = figures.get("window_attention", {}).get("rows", [])
+    window = _whole(figures, "window_attention")
     yield "window attention, both ways, B >= 32: share of roofline", ">=", 0.7, "", _roofline(window)
     yield "window attention, forward, B = 1", "<=", 10.0, " us", _forward_us(window)
     yield "window attention, both ways, B >= 32, over timm fused", ">=", 1.8, "x", _over(window, ("timm fused",))
     yield "window attention, both ways, B >= 32, over the best rival", ">=", 1.5, "x", _over(window, RIVALS)
     assignment = figures.get("assignment", {})
     yield "SimOTA, B = 64, 100 boxes", "<=", 2.0, " ms", _simota_ms(assignment.get("simota", []))
-    yield "FCOS and FCOS3D targets, 8 images", "<=", 20.0, " us", _targets_us(assignment.get("fcos", []))
+    yield "FCOS and FCOS3D targets, 8 images", "<=", 20.0, " us", _targets_us(_whole(figures, "assignment", "fcos"))
     optimizers = {row["op"]: row for row in figures.get("optimizers", {}).get("rows", []) if "failed" not in row}
     adamw = optimizers.get("adamw", {})
     yield "AdamW, 100 M parameters: share of bandwidth", ">=", 0.85, "", adamw.get("roofline")
@@ -72,10 +83,10 @@ def _lines(figures: Figures) -> Iterator[Line]:
     three = optimizers.get("unscale, clip, adamw", {})
     yield "unscale, clip and AdamW, over torch's three", ">=", 1.4, "x", _speedup(three, "torch in three")
     yield "LAMB and LARS, over loops", ">=", 5.0, "x", _loops(optimizers)
-    graphs = figures.get("graphs", {}).get("rows", [])
+    graphs = _whole(figures, "graphs")
     yield "captured steps over eager, MLP and transformer", ">=", 2.0, "x", _least(graphs, "eager")
     yield "captured steps over compile's own graphs", ">=", 1.05, "x", _least(graphs, "reduce-overhead")
-    mixed = figures.get("mixed_precision", {}).get("rows", [])
+    mixed = _whole(figures, "mixed_precision")
     yield "BERT-base at O2 over autocast, both dtypes", ">=", 1.15, "x", _worst(mixed, "speedup", min)
     yield "BERT-base at O2: memory of autocast's", "<=", 1.0, "x", _worst(mixed, "memory", max)
     training = figures.get("training", {})
@@ -86,6 +97,12 @@ def _lines(figures: Figures) -> Iterator[Line]:
     yield "loss after 200 steps: |fused - eager| / |eager - eager again|", "<=", 2.0, "", _apart(training)
     ways = figures.get("copy_overlap", {}).get("ways", {})
     yield "step with batches copied one ahead", "<=", 1.02, "x", ways.get("continuous, one ahead", {}).get("ratio")
+
+
+def _whole(figures: Figures, section: str, part: str = "rows") -> list[Figures]:
+    """Return rows of a section; none where it was ended before it had them all: the worst may be among the others."""
+    found: Figures = figures.get(section, {})
+    return [] if "failed" in found else found.get(part, [])
 
 
 def _times(rows: list[Figures], op: str) -> dict[int, Figures]:

@@ -67,7 +67,7 @@ def _rival(prepare: Callable[[Workload], Workload], module: str, caches: bool = 
 
 
 def _by_hand(settings: Sequence[str]) -> Variant:
-    return Variant(lambda workload, _: by_hand(workload, settings), caches=bool({"compile", "autotuned"} & {*settings}))
+    return Variant(lambda workload, _: by_hand(workload, settings), caches="compile" in settings)
 
 
 VARIANTS: dict[str, Variant] = {
@@ -84,14 +84,14 @@ VARIANTS: dict[str, Variant] = {
 
 def variant(name: str) -> Variant:
     """Return a variant by its name, also one that is tuned by hand: "by hand: allocator, fused"; or one that is planned
-    with a strategy and its setting: "planned: torch_compile=blocks".
+    with strategies and their settings: "planned: autocast_bf16, torch_compile=blocks".
 
     Raises:
         KeyError: if there is none of that name.
     """
     if name.startswith(PLANNED):
-        strategy, _, setting = name.removeprefix(PLANNED).partition("=")
-        return _planned(lambda _: {strategy: setting})
+        parts = [each.partition("=") for each in name.removeprefix(PLANNED).split(", ")]
+        return _planned(lambda _: {strategy: setting or None for strategy, _, setting in parts})
     return _by_hand(name.removeprefix(BY_HAND).split(", ")) if name.startswith(BY_HAND) else VARIANTS[name]
 
 

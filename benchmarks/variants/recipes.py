@@ -39,7 +39,7 @@ PUBLISHED = ("channels_last", "fused", "compile")
 """What PyTorch's Performance Tuning Guide and its torch.compile tutorial advise for every model, at the same
 precision."""
 
-ON_A_GPU = ("tf32", "nhwc", "fused", "pinned_workers", "autotuned", "bf16")
+ON_A_GPU = ("tf32", "nhwc", "fused", "pinned_workers", "compile", "bf16")
 """What somebody who knows a GPU would write at once."""
 
 
@@ -103,8 +103,8 @@ def _path(name: str) -> Callable[[Workload], Workload]:
     return set_path
 
 
-def _compile(workload: Workload, mode: str | None = None) -> Workload:
-    compiled: Any = torch.compile(workload.model, mode=mode)
+def _compile(workload: Workload) -> Workload:
+    compiled: Any = torch.compile(workload.model)
     return workload._replace(model=compiled)
 
 
@@ -157,7 +157,7 @@ def _workers(workload: Workload, count: int = 1, **options: Any) -> Workload:
     """Fetch in worker processes, which stay from epoch to epoch."""
     loader: DataLoader[Any] = workload.loader
     fetching: dict[str, Any] = {"num_workers": count, "persistent_workers": True, "prefetch_factor": 4, **options}
-    return workload._replace(loader=DataLoader(loader.dataset, loader.batch_size, shuffle=True, **fetching))
+    return workload._replace(loader=DataLoader(loader.dataset, loader.batch_size, sampler=loader.sampler, **fetching))
 
 
 def _pinned_workers(workload: Workload) -> Workload:
@@ -173,7 +173,6 @@ SETTINGS: Mapping[str, Callable[[Workload], Workload]] = {
     "foreach": _path("foreach"),
     "workers": _workers,
     "compile": _compile,
-    "autotuned": partial(_compile, mode="max-autotune-no-cudagraphs"),
     "nhwc": _nhwc,
     "tf32": _tf32,
     "bf16": _bf16,

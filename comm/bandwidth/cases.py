@@ -38,17 +38,6 @@ from accel.profiler.errors import InvalidArgument
 _PRIME = 127  # fits int8, and neighbouring blocks never look alike
 _CHUNK = 1 << 22  # elements compared or made at once: 32 MiB of whole numbers beside a buffer of any size
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "int32": torch.int32,
-    "int64": torch.int64,
-}
-
 
 @dataclass(frozen=True)
 class RankPlace:

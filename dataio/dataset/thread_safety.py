@@ -39,13 +39,13 @@ _HARMLESS = (
 )
 
 
-def unsafe(dataset: Any) -> str:
-    """Return '' if several threads may read `dataset` at once, else the reason why that is not known."""
+def unsafe(dataset: Any, collate: Any = None) -> str:
+    """Return '' if several threads may make batches of `dataset` at once, else the reason why that is not known."""
     safe = declared(dataset, "thread_safe")
     if isinstance(safe, bool):
         return "" if safe else "the dataset declares that it is not thread-safe (thread_safe=False)"
     count = 0
-    for name, thing in reachable(("the dataset", dataset)):
+    for name, thing in reachable(("the dataset", dataset), ("the collate function", collate)):
         count += 1
         if isinstance(thing, np.ndarray) and thing.dtype.hasobject:
             return f"{name} is an array of objects"

@@ -62,6 +62,9 @@ _UNCHANGING_OF = frozenset(
 )
 
 
+_COMPILERS = tuple(map(os.environ.encodekey, ("TORCH", "_TORCH", "TRITON", "KMP_", "CUDA_HOME")))
+
+
 class Walk:
     """Looks through what a fetch reads, and notes the state of each thing.
 
@@ -86,7 +89,7 @@ class Walk:
         self._look_through(fetch)
 
     def _look_through(self, fetch: Fetch) -> None:
-        self.hold("os.environ", partial(_of_dict, getattr(os.environ, "_data", {})))
+        self.hold("os.environ", partial(_of_environment, getattr(os.environ, "_data", {})))
         roots = ("the dataset", fetch.dataset), ("the collate function", fetch.collate)
         for count, (name, thing) in enumerate(reach.reachable(*roots, cached=False), 1):
             try:
@@ -333,6 +336,11 @@ def _of_dict(holder: Any, hidden: Iterable[str] = ()) -> list[Any]:
     if hidden:
         holder = {name: value for name, value in holder.items() if name not in hidden}
     return [*holder, *holder.values()]
+
+
+def _of_environment(holder: Any) -> list[Any]:
+    """Return the environment without what torch's compiler and Triton write to it as they compile."""
+    return _of_dict({name: value for name, value in holder.items() if not name.startswith(_COMPILERS)})
 
 
 def _of_owner(holder: Any, hidden: Iterable[str]) -> list[Any]:

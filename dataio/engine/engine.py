@@ -16,10 +16,11 @@ from accel.dataio.engine.thread_pool import ThreadModes, ThreadPool
 from accel.dataio.fetching.fetch import blame, fetch_of
 from accel.dataio.fetching.randomness import (
     others_could_draw,
+    put_back,
     random_state,
     seed_everything,
+    states,
     states_of_their_own,
-    streams,
 )
 from accel.profiler.errors import AccelError, InvalidArgument, InvalidState
 from accel.profiler.interruptions import ours
@@ -176,20 +177,24 @@ class InlineEngine(Engine):
         return self._made_from_seed(job.indices, job.seed)
 
     def _made_from_seed(self, indices: Any, seed: int) -> Any:
-        before = [(stream, stream.read()) for stream in streams()]
+        before = states()
         try:
             seed_everything(seed)
-            began = random_state()
-            try:
-                batch = self._fetch(indices)
-            finally:
-                self.draws = self.draws or random_state() != began
-        finally:
-            for stream, state in before:
-                stream.write(state)
+            batch = self._noting_draws(indices)
+            put_back(before)
+        except BaseException:  # also Ctrl-C while they were put back
+            put_back(before)
+            raise
         # In a row: one draw, however late in the first batches, and all batches are seeded.
         self._quiet = 0 if self.draws else self._quiet + 1
         return batch
+
+    def _noting_draws(self, indices: Any) -> Any:
+        began = random_state()
+        try:
+            return self._fetch(indices)
+        finally:
+            self.draws = self.draws or random_state() != began
 
     def discard(self) -> None:
         self.jobs.clear()

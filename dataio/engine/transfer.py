@@ -8,22 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.profiler.interruptions import ours
 from accel.profiler.trees import map_tensors, tensors
 
 
 def pin(batch: Any) -> Any:
     """Return `batch` with its CPU tensors in page-locked memory; other leaves and the structure stay.
 
-    One whose structure can't be made again stays as it is: pageable memory is only slower.
+    So do tensors with attributes or gradients, which a copy would not have. What can't be pinned stays as it is, for
+    its structure, an expanded tensor or the host's limit of locked memory: pageable memory is only slower.
     """
     try:
         return map_tensors(_pin_tensor, batch)
-    except (AttributeError, TypeError, ValueError):
+    except ours(AttributeError, RuntimeError, TypeError, ValueError):
         return batch
 
 
 def _pin_tensor(tensor: Tensor) -> Tensor:
-    movable = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_pinned()
+    is_plain = not tensor.requires_grad and not tensor.__dict__
+    movable = is_plain and tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_pinned()
     return tensor.pin_memory() if movable else tensor
 
 
@@ -54,7 +57,10 @@ class AheadCopier:
             return
         pinned = pin(batch)
         with torch.cuda.stream(self._stream):
-            moved = map_tensors(lambda t: t.to(self.device, non_blocking=True), pinned)
+            # Sparse ones can't be told which stream uses them: they are copied when they are used.
+            moved = map_tensors(
+                lambda t: t.to(self.device, non_blocking=True) if t.layout == torch.strided else t, pinned
+            )
             # An event, not wait_stream: the batch after this one may be on its way by the time this one is used.
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
@@ -68,8 +74,7 @@ class AheadCopier:
         if pending is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(pending[0])
-            # Made on the side stream, used on this one: its memory must not be handed out before this one is done.
-            map_tensors(lambda t: _record(t, current), batch)
+            batch = map_tensors(lambda t: _used_on(t.to(self.device, non_blocking=True), current), batch)
         return batch
 
     @property
@@ -85,7 +90,8 @@ class AheadCopier:
         return len(self._under_way)
 
 
-def _record(tensor: Tensor, stream: Any) -> Tensor:
-    if tensor.is_cuda:
+def _used_on(tensor: Tensor, stream: Any) -> Tensor:
+    """Have the memory of a tensor made on the side stream handed out again only once this one is done, too."""
+    if tensor.layout == torch.strided:
         tensor.record_stream(stream)
     return tensor

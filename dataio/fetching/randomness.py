@@ -79,13 +79,23 @@ def random_state() -> tuple[Any, ...]:
 @contextlib.contextmanager
 def states_of_their_own() -> Iterator[None]:
     """Put the states of the generators back after the block."""
-    states = [(stream, stream.read()) for stream in streams()]
+    before = states()
     try:
         yield
     finally:
-        for stream, state in states:
-            if stream.read() != state:
-                stream.write(state)
+        put_back(before)
+
+
+def states() -> list[tuple[Stream, Any]]:
+    """Return the generators with their states."""
+    return [(stream, stream.read()) for stream in streams()]
+
+
+def put_back(before: list[tuple[Stream, Any]]) -> None:
+    """Write the states that have changed."""
+    for stream, state in before:
+        if stream.read() != state:
+            stream.write(state)
 
 
 def seed_everything(seed: int) -> None:

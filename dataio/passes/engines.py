@@ -113,7 +113,7 @@ class LoaderEngines:
         if setting.mode == "threads":
             # Who asked for worker processes did not ask for threads; and a dataset may have opened its file since.
             asked = self.options.mode == "threads" or self.declared_safe
-            if not asked and (reason := shared_handle(loader) or unsafe(loader.dataset)):
+            if not asked and (reason := shared_handle(loader) or unsafe(loader.dataset, loader.collate_fn)):
                 raise HandleShared(reason)
             return ThreadEngine(loader, setting.workers, prefetch=self.prefetch)
         check, prefetch = self._check_fork if self._on_trial else None, self.prefetch
@@ -160,7 +160,8 @@ def tuner_of(engines: LoaderEngines) -> Tuner:
     """Return what chooses among the settings of a loader's engines."""
     loader, options, init = engines.loader, engines.options, engines.calls_init
     safe = options.thread_safe
-    reason = unsafe(loader.dataset) if safe is None else "" if safe else "as requested (thread_safe=False)"
+    looked_at = unsafe(loader.dataset, loader.collate_fn) if safe is None else ""
+    reason = "as requested (thread_safe=False)" if safe is False else looked_at
     return Tuner(
         engines.start_method(asked=engines.asked),
         no_threads=reason,

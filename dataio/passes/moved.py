@@ -14,6 +14,7 @@ from accel.dataio.batches import equal, one_memory
 from accel.dataio.dataset.handles import check_fork
 from accel.dataio.engine.engine import Engine, ThreadEngine
 from accel.dataio.engine.processes import STALL_S, ProcessEngine
+from accel.dataio.fetching.randomness import states_of_their_own
 from accel.dataio.passes.prefetch import PrefetchAcrossEpochs
 from accel.profiler.errors import InvalidArgument
 
@@ -28,15 +29,16 @@ def moved(loader: DataLoader[Any], workers: int, *, threads: bool = False, whole
         InvalidArgument: if the batches of its first samples differ from the plain loader's, or hold what is the
             dataset's own, and processes would hand out copies.
     """
-    engine: Engine = ThreadEngine(loader, workers) if threads else _processes(loader, workers)
-    continuous = PrefetchAcrossEpochs(loader, engine, strict=True, whole=whole)
-    try:
-        if not same_as_plain(loader, continuous):
-            raise InvalidArgument("prefetched batches differ from the plain loader's")
-    except BaseException:
-        continuous.close()
-        raise
-    return continuous
+    with states_of_their_own():  # these samples may draw
+        engine: Engine = ThreadEngine(loader, workers) if threads else _processes(loader, workers)
+        continuous = PrefetchAcrossEpochs(loader, engine, strict=True, whole=whole)
+        try:
+            if not same_as_plain(loader, continuous):
+                raise InvalidArgument("prefetched batches differ from the plain loader's")
+        except BaseException:
+            continuous.close()
+            raise
+        return continuous
 
 
 def _processes(loader: DataLoader[Any], workers: int) -> ProcessEngine:

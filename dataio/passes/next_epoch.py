@@ -67,10 +67,10 @@ class NextEpoch:
         if is_full or (self._looked_from is not None and self._looked_from() is batches):
             return
         self._looked_from = weakref.ref(batches)
-        ahead = epochs.draw_ahead(self._loader, step=self.guesses.step)
-        if ahead is None or (watch := DatasetWatch(fetch_of(self._loader))).unseen_at_all:
-            return
         try:
+            ahead = epochs.draw_ahead(self._loader, step=self.guesses.step)
+            if ahead is None or (watch := DatasetWatch(fetch_of(self._loader))).unseen_at_all:
+                return
             self._early = _EarlyEpoch(self._loader, ahead, watch)
         except ours():  # it is raised again when the epoch begins, or was a moment's lack of memory
             self.guesses.was_wrong(can_learn=False)

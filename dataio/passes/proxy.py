@@ -240,6 +240,8 @@ class _Listened(EpochIterator):
 
     def __next__(self) -> Any:
         if self._has_ended:  # a loop that fetches ahead may ask again: that ends neither a step nor an epoch
+            if isinstance(self._loader, Iterator):  # it may begin anew
+                return next(self._loader)
             raise StopIteration
         position = self.position
         try:

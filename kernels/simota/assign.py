@@ -169,7 +169,7 @@ def _check_anchors(given: Given, *, xyxy: bool) -> None:
     for image in range(len(given.boxes)):
         index = torch.arange(given.boxes.shape[1], device=given.boxes.device)
         if given.candidates is not None:
-            index = given.candidates[image].nonzero().flatten()
+            index = given.candidates[image].nonzero().view(-1)
         mine = _predicted(given, image, index)
         check_predicted(mine, corners(mine.boxes, xyxy), _truths(given, image, xyxy)[0], image)
 
@@ -178,7 +178,7 @@ def _truths(given: Given, image: int, xyxy: bool) -> tuple[Boxes, Tensor, Tensor
     """Return the ground truths of an image [G, 1], their classes [G], and which of the padded ones they are."""
     boxes = given.gt_boxes[image]
     classes = given.gt_classes[image].long().clamp(0, given.cls.shape[2] - 1)  # `check` raises for those out of range
-    real = None if given.gt_mask is None else given.gt_mask[image].nonzero().flatten()
+    real = None if given.gt_mask is None else given.gt_mask[image].nonzero().view(-1)
     if real is not None:
         boxes, classes = boxes.index_select(0, real), classes.index_select(0, real)
     return corners(boxes, xyxy).map(lambda t: t[:, None]), classes, real
@@ -201,9 +201,9 @@ def _candidates(cells: Cells, gt: Boxes, rules: Rules, chosen: Tensor | None) ->
     """
     if chosen is None:
         near, inside = regions_of(cells, gt, rules)
-        index = near.any(0).nonzero().flatten()
+        index = near.any(0).nonzero().view(-1)
         return index, inside.index_select(1, index)
-    index = chosen.nonzero().flatten()
+    index = chosen.nonzero().view(-1)
     if rules.region == "given":
         return index, None
     return index, regions_of(Cells(*(t.index_select(0, index) for t in cells)), gt, rules)[1]
@@ -218,7 +218,7 @@ def _keys(iou: Tensor, mine: Predicted, classes: Tensor, inside: Tensor | None, 
     own = 0 - p.index_select(1, classes).log_().clamp_(min=-100)
     absent = p.neg_().log1p_().clamp_(min=-100)
     own += absent.index_select(1, classes).sub_(absent.sum(-1, keepdim=True)).clamp_(min=0)
-    own = own.mul_(rules.cls_weight).T
+    own = own.mul_(rules.cls_weight).transpose(0, 1)
     # An IoU that rounds to above 1 must not make a cost negative.
     price = iou.add(rules.log_eps).log_().mul_(-rules.iou_weight).add_(own).clamp_(min=0)
     return (price if inside is None else torch.where(inside, -price, price)).view(torch.int32)
@@ -236,7 +236,7 @@ def _matched(keys: Tensor, iou: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
     taker = torch.zeros_like(takers).index_copy_(0, picked, gt)
     if len(keys) > 1:
         taker = torch.where(takers > 1, keys.min(0).indices, taker)
-    taken = takers.nonzero().flatten()
+    taken = takers.nonzero().view(-1)
     return taken, taker.index_select(0, taken)
 
 

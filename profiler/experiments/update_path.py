@@ -50,7 +50,15 @@ def refusal(optimizer: Optimizer) -> str:
         return f"{kind.__name__} is differentiable or capturable"
     if any(p.is_sparse or (p.grad is not None and p.grad.is_sparse) for group in groups for p in group["params"]):
         return f"{kind.__name__} has sparse gradients"
-    return ""
+    return compiled(optimizer)
+
+
+def compiled(optimizer: Optimizer) -> str:
+    """Say so if the loop has compiled its step, else ''; another path would be compiled as well, or fail in Dynamo."""
+    # As Dynamo marks the state that a compiled step updates. It marks parameters for other reasons as well.
+    state = chain.from_iterable(map(dict.values, optimizer.state.values()))
+    is_compiled = any(getattr(value, "_dynamo_static_input_type", "") == "guarded" for value in state)
+    return f"the loop has compiled the step of {type(optimizer).__name__}" if is_compiled else ""
 
 
 def set_by_hand(optimizer: Optimizer) -> bool:
@@ -124,10 +132,11 @@ def _signature(optimizer: Optimizer) -> Any:
         is_plain = all(map(_CONTIGUOUS, params)) and all(map(_CONTIGUOUS, grads)) and all(map(_CONTIGUOUS, state))
         others = None if is_plain else (list(map(id, state)), list(map(Tensor.stride, params + grads + state)))
         own = list(map(Tensor.data_ptr, params)), list(map(Tensor.numel, params)), list(map(_DTYPE, params + state))
+        where = list(map(Tensor.get_device, state)) if params and params[0].is_cuda else None  # of counters, too
     except ours(RuntimeError, TypeError, AttributeError):  # AttributeError: numbers among the state
         return None
     momentum = [group.get("momentum") for group in optimizer.param_groups]
-    return list(map(id, params)), len(state), momentum, missing, own, others
+    return list(map(id, params)), len(state), momentum, missing, own, others, where
 
 
 def _lacks_some_buffers(optimizer: Optimizer, group: dict[str, Any]) -> bool:
@@ -214,6 +223,9 @@ class Paths:
         find = _has_tensors if is_known else partial(_unfit, optimizer)
         why = next((reason for group in groups if (reason := find(group, fused=self._fused))), "")
         is_looked_at = self._fused and not is_known
+        if is_looked_at and not why:
+            _move_step_counters(optimizer, on_device=True)
+            signature = _signature(optimizer)
         lacks_buffers = is_looked_at and any(_lacks_some_buffers(optimizer, group) for group in groups)
         self._reasons.pop(optimizer, None)
         if why:

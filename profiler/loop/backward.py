@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from accel.profiler.loop.untraced import untraced
+
 
 class _Mark:
     def __init__(self) -> None:
@@ -53,6 +55,7 @@ class _Mark:
         return outer is not None
 
     def _mark(self, original: Any) -> Any:
+        @untraced
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
             if self._inside or not self.listeners:  # a backward pass within one (checkpointing) belongs to it

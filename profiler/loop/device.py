@@ -20,6 +20,7 @@ import torch
 from accel.profiler.interruptions import ours
 from accel.profiler.loop.clock import CUT, PROVISIONAL, RESUME, SETTLED, SKIP, STEP, WAS, StepClock, settled
 from accel.profiler.loop.patches import Patches, replace_copies
+from accel.profiler.loop.steps import is_capturing
 from accel.profiler.phases import MEANING, PHASES, Measurement
 
 log = logging.getLogger("accel")
@@ -61,12 +62,6 @@ def events_on(device: torch.device) -> Callable[[], CudaEvent]:
     The device need not be the current one (a model on cuda:1), and a loop may copy its batches on another stream.
     """
     return functools.partial(CudaEvent, torch.cuda.current_stream(device))
-
-
-def is_capturing() -> bool:
-    """Return whether the current stream records a graph: an event would become a part of that."""
-    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return started and torch.cuda.is_current_stream_capturing()
 
 
 class DeviceEvents:

@@ -45,7 +45,6 @@ def of_loader(loader: Any) -> LoaderFacts:
         workers=workers,
         persistent=lasting is not None or bool(getattr(loader, "persistent_workers", False)),
         pinned=bool(getattr(loader, "pin_memory", False)),
-        prefetch=getattr(loader, "prefetch_factor", None) or 0,
     )
 
 

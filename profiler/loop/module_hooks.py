@@ -9,13 +9,15 @@ from typing import Any
 from torch import nn
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL = [vars(nn.modules.module)[f"_global{name}"] for name in _HOOKS]
+"""Those of all modules (`register_module_forward_hook`)."""
 _OUR_HOOKS = ("torch.", "accel.")
 """Modules whose hooks, such as those of spectral norms, bear any layout and keep nothing for the loop."""
 
 
 def hooks_of(model: nn.Module) -> list[dict[Any, Any]]:
-    """Return the dictionaries in which the hooks of all modules stand."""
-    return [vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module)]
+    """Return the dictionaries in which the hooks stand of all its modules, and of all modules there are."""
+    return [*_GLOBAL, *(vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module))]
 
 
 def of_the_loop(hooks: Iterable[dict[Any, Any]]) -> list[Any]:

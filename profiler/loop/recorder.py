@@ -27,6 +27,7 @@ from accel.profiler.loop.device import DeviceEvents, drained_s
 from accel.profiler.loop.optimizers import Optimizers
 from accel.profiler.loop.patches import Function, Loaders, Probes, has_gpu
 from accel.profiler.loop.steps import LOST
+from accel.profiler.loop.untraced import untraced
 
 _LEARNING_STEPS = 12
 """Steps in which a module that is never called is replaced by its children."""
@@ -90,6 +91,7 @@ class Recorder:
         """Mark a backward pass; the loaders that batches came from since the last one are training loaders."""
         tape, now, thread, hot, recent = self._tape, self.clock.now, self.thread, self.delivery.hot, self.loaders.recent
 
+        @untraced
         @functools.wraps(original)
         def marked(*args: Any, **kwargs: Any) -> Any:
             # A backward pass within one (checkpointing) belongs to it.
@@ -195,6 +197,7 @@ class Recorder:
     def communicating(self, original: Function) -> Function:
         """Mark a collective that the loop calls itself."""
 
+        @untraced
         @functools.wraps(original)
         def marked(*args: Any, **kwargs: Any) -> Any:
             if get_ident() != self.thread:

@@ -139,12 +139,21 @@ def is_between_steps() -> bool:
         return False
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return not is_capturing()
 
 
 def is_described() -> bool:
-    """Return whether a program is made of this call (torch.compile, export, jit.trace): nothing here belongs in it."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    """Return whether a program is made of this call (torch.compile, export, jit.trace, a CUDA graph of the loop's own).
+
+    Nothing here belongs in it.
+    """
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or is_capturing()
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream records a CUDA graph: an event would become a part of that."""
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return started and torch.cuda.is_current_stream_capturing()
 
 
 def is_transformed() -> bool:

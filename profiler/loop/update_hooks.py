@@ -15,6 +15,8 @@ from typing import Any, cast
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from accel.profiler.loop.untraced import untraced
+
 Function = Callable[..., Any]
 
 
@@ -36,7 +38,7 @@ class UpdateHook:
 
     def _set(self, functions: tuple[Function, ...]) -> None:
         self.functions = functions
-        hook = functions[0] if len(functions) == 1 else self._call_each
+        hook = untraced(functions[0] if len(functions) == 1 else self._call_each)
         if self._handle is None:
             if functions:
                 self._handle = self._register(hook)

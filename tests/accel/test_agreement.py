@@ -223,8 +223,31 @@ def test_each_decision_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         search.step()
     for _ in range(20):
         search.step()
-    assert len(caplog.messages) == len(set(caplog.messages)) >= 7
-    assert any(line.startswith("accel: barred not applicable; it does not apply") for line in caplog.messages)
+    assert len(caplog.messages) == len(set(caplog.messages)) >= 6
+
+
+def test_what_does_not_apply_is_not_named_as_left_out_by_the_level() -> None:
+    search = Followed(some_candidates(), Machine(speed={"good": 1.5}))
+    while not search.settled:
+        search.step()
+    rows = {row.name: row for row in search.journal.report().rows}
+    assert (rows["barred"].status, rows["barred"].why) == ("not applicable", "it does not apply")
+
+
+def test_what_a_strategy_says_while_it_is_on_or_when_the_loop_is_gone_is_no_refusal() -> None:
+    """Of TF32, that it is on already; of most others, that the model is on the CPU."""
+    asked: list[str] = []
+
+    def refuses() -> str:
+        asked.append("")
+        return "it is on already" if search.controller.searching and "slow" in search.session.active else ""
+
+    search = Followed([candidate("slow", refusal=refuses, cost_s=1e6)], Machine(), budget="3%")
+    for _ in range(300):
+        search.step()
+    before = len(asked)
+    (row,) = search.journal.report().rows
+    assert len(asked) == before and row.status == "not tried"
 
 
 def test_left_as_it_was_stays_the_verdict_while_the_search_goes_on() -> None:

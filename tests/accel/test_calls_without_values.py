@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 import accel
 from accel import entry
 from accel.dataio.batches import describe, equal
+from accel.guard.watch import OutputSizes
 from accel.run.context import shapes_of
 from tests.accel.loops import Net, Samples, loss_of, make
 
@@ -64,9 +65,21 @@ def compiled(model: nn.Module) -> Any:
     return torch.compile(lambda x: model(x), backend="eager", fullgraph=True)(X)
 
 
+def captured(model: nn.Module) -> Any:
+    looked: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for name in ("learn", "problem"):
+            patch.setattr(OutputSizes, name, lambda *_: looked.append(_))
+        outputs = model(X)
+    assert not looked  # what is done with outputs would be done in each replay
+    return outputs
+
+
 @pytest.mark.usefixtures("only_quick")
 @pytest.mark.parametrize("plain", [True, False], ids=["plain steps", "under a strategy"])
-@pytest.mark.parametrize("call", [per_sample_gradients, under_fake_tensors, exported, traced, compiled])
+@pytest.mark.parametrize("call", [per_sample_gradients, under_fake_tensors, exported, traced, compiled, captured])
 def test_a_call_whose_tensors_have_no_values_is_made_as_it_is(call: Callable[[nn.Module], Any], plain: bool) -> None:
     model, loader, optimizer = make(kind=Unhurried)
     model, loader, optimizer = accel.optimize(model, loader, optimizer, allow="exact", budget=60)

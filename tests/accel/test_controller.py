@@ -414,13 +414,13 @@ def test_a_replayed_plan_is_switched_on_without_a_trial() -> None:
 def test_a_strategy_that_does_not_apply_says_why() -> None:
     broken = candidate("broken", refusal=lambda: 1 / 0)
     absent = candidate("absent", refusal=lambda: "it needs a CUDA device")
-    barred = candidate("barred", ruled_out=("not allowed", "it is reduced; allow='reduced' tries it"))
+    barred = candidate("barred", ruled_out=("not allowed", "it needs allow='reduced'"))
 
     rows = simulate([broken, absent, barred], Machine()).rows
 
     assert "ZeroDivisionError" in rows["broken"].why
     assert (rows["absent"].status, rows["absent"].why) == ("not applicable", "it needs a CUDA device")
-    assert (rows["barred"].status, rows["barred"].why) == ("not allowed", "it is reduced; allow='reduced' tries it")
+    assert (rows["barred"].status, rows["barred"].why) == ("not allowed", "it needs allow='reduced'")
 
 
 class Moves(Machine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,6 +95,88 @@ def test_a_compiled_model_stays_compiled(only_quick: None, way: str) -> None:
     steps, accelerated = _compiled_run(way, True)
     torch.compiler.reset()
     assert_same(accelerated, _compiled_run(way, False, steps)[1])
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("compiles", ["step", "call of step", "backward", "whole step", "model later"])
+def test_what_the_loop_compiles_is_compiled_once(compiles: str, recwarn: pytest.WarningsRecorder) -> None:
+    """None of accel's own Python is traced with it: no more graphs, no recompilation as the session's mode changes."""
+
+    def graphs(optimized: bool, steps: int = 0) -> tuple[list[str], int]:
+        torch.compiler.reset()
+        seen: list[str] = []
+
+        def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+            seen.append(graph.print_readable(print_output=False))
+            return graph.forward
+
+        compiled: Any = partial(torch.compile, backend=backend)
+        model: Any = Small()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        loader: Any = make_loader(shuffle=False, drop_last=True)
+        if optimized:
+            model, loader, optimizer = accel.optimize(model, loader, optimizer, disable=("torch_compile",), budget=60)
+        called = compiled(model) if compiles == "model later" else model
+        step = {"step": compiled(optimizer.step), "call of step": compiled(lambda: optimizer.step())}.get(
+            compiles, optimizer.step
+        )
+
+        def differentiate(x: Tensor) -> None:
+            called(x).square().mean().backward()
+
+        if compiles == "backward":
+            differentiate = compiled(differentiate)
+
+        def train(x: Tensor) -> None:
+            optimizer.zero_grad()
+            differentiate(x)
+            step()
+
+        if compiles == "whole step":
+            train = compiled(train)
+        done = 0
+        while done < steps or (optimized and accel.explain(model).state == "searching"):
+            for x, _ in loader:
+                train(x)
+                done += 1
+        if optimized:
+            row = next(row for row in accel.explain(model).rows if row.name == "fused_optimizer")
+            assert ("has compiled the step of AdamW" in row.why) is ("step" in compiles), row
+            accel.undo(model)
+        torch.compiler.reset()
+        return seen, done
+
+    own, steps = graphs(optimized=True)
+    plain, _ = graphs(optimized=False, steps=steps)
+    assert len(own) == len(plain)
+    assert not [str(each.message) for each in recwarn if "Dynamo" in str(each.message)]
+
+
+def test_a_program_made_of_a_watched_model_does_not_change_with_what_is_around_its_calls() -> None:
+    torch.compiler.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    class Watching:
+        calls = 0
+
+        def around(self, call: Any, args: Any, kwargs: Any) -> Any:
+            self.calls += 1
+            return call(*args, **kwargs)
+
+    model = Small()
+    gate = Gate(model, ["one"])
+    compiled: Any = torch.compile(model, backend=backend)
+    for watcher in (Watching(), Watching(), None):
+        gate.watch(watcher)
+        for change in (lambda: None, lambda: gate.add("one", lambda call: call, lambda: None), gate.close):
+            change()
+            compiled(torch.ones(4, 6))
+            gate.watch(watcher)
+    assert len(graphs) <= 2  # the gate's call, and the module's own where nothing is around it
     torch.compiler.reset()
 
 

@@ -40,7 +40,7 @@ def test_what_helps_is_kept_nothing_lossy_unless_allowed_and_taken_back() -> Non
     assert "ms in place of" in setting
     assert one["plan"] == one["active"] == {"gradient_half": 0}
     assert one["way"] == "quick"
-    lossy = ("not allowed", "it is lossy; allow='lossy' tries it")
+    lossy = ("not allowed", "it needs allow='lossy'")
     assert one["rows"]["gradient_compression"][:2] == lossy
     assert one["rows"]["gradient_by_hosts"][:2] == (
         "not applicable",

@@ -42,10 +42,13 @@ class Features(nn.Module):
         super().__init__()
         self.layer, self.keeps, self.is_flat = nn.Conv2d(3, 4, 3), keeps, is_flat
         self.features: Any = None
+        self._features: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x)
-        if self.keeps:
+        if self.keeps == "private":
+            self._features = {"all": [h]}
+        elif self.keeps:
             self.features = [h] if self.keeps == "list" else h
         return h.flatten(2) if self.is_flat else h.mean((2, 3))
 
@@ -56,6 +59,7 @@ class Features(nn.Module):
         ("", False, False, ""),
         ("attribute", False, False, "what it keeps in features has other strides than in the plain path"),
         ("list", False, False, "what it keeps in features has other strides than in the plain path"),
+        ("private", False, False, "what it keeps in _features has other strides than in the plain path"),
         ("", True, False, "its output has the strides"),
         ("", False, True, "its gradient for input 0 is not contiguous, unlike the plain one"),
     ],
@@ -235,6 +239,21 @@ def test_flags_are_put_back_when_a_call_fails() -> None:
         guard.replay(model, failing, recording)
     assert not model.training
     assert not model.weight.requires_grad
+
+
+def test_what_a_call_freezes_stays_frozen_in_its_replay() -> None:
+    class Freezes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.eval()
+            return super().forward(x)
+
+    model = Freezes(3, 1)
+    recording = guard.record(model, CPU, (torch.randn(8, 3),), {})
+    guard.replay(model, model, recording)
+    assert model.training  # as before the replay
+    model(torch.randn(8, 3))
+    guard.replay(model, model, recording)
+    assert not model.training
 
 
 # -- complex numbers, by both of their parts ---------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from accel.guard import guard, update_guard
 from accel.guard.guard import Comparison, Replayed
 from accel.run.gate import Call
 from accel.search.actions import Action, Result
+from accel.session import plan_check
 from accel.session.plan_check import PlanCheck
 from accel.strategies.cuda_graphs import compared_with_eager
 from accel.strategies.trial_design import TrialDesign as Judged
@@ -82,6 +83,36 @@ def test_a_candidate_without_room_is_not_wrong(loop: Loop, monkeypatch: pytest.M
     assert entry.MODELS[loop.model].session.active == {}
 
 
+def test_a_gradient_for_whose_copy_there_is_no_room_does_not_end_the_loops_backward_pass(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clone, failed = Tensor.clone, []
+
+    def runs_out_in_the_backward_pass(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if torch._C._current_graph_task_id() < 0:
+            return clone(tensor, *args, **kwargs)
+        failed.append(tensor.shape)
+        raise torch.OutOfMemoryError(MESSAGE)
+
+    monkeypatch.setattr(Tensor, "clone", runs_out_in_the_backward_pass)
+    finding = loop.checked()
+    assert failed == [(4, 2)]
+    assert all(parameter.grad is not None for parameter in loop.model.parameters())
+    assert finding is not None and not finding.problem
+
+
+@pytest.mark.parametrize(("available", "unsure"), [(95, "there is no room to compare: outputs take 0.0 GiB"), (96, "")])
+def test_outputs_for_whose_gradients_there_is_no_room_are_not_recorded(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, available: int, unsure: str
+) -> None:
+    check = loop.guard
+    monkeypatch.setattr(plan_check, "has_room", lambda device, needed: needed <= available)  # outputs take 32 bytes
+    loop.record()
+    finding = check.take_finding()
+    assert unsure == ("" if finding is None else finding.unsure)
+    assert (check._recording is None) is bool(unsure)
+
+
 def test_any_other_error_of_a_candidate_is_its_fault(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> Any:
         raise RuntimeError("of its own")
@@ -106,6 +137,7 @@ def test_memory_is_given_back_when_nothing_holds_the_tensors(loop: Loop, monkeyp
 
     monkeypatch.setattr(Large, "act", staticmethod(runs_out))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append(sum(each() is not None for each in made)))
     loop.checked()
     assert (len(made), alive) == (2, [0])
@@ -116,6 +148,7 @@ def test_an_allocator_that_gives_nothing_back_ends_no_loop(loop: Loop, monkeypat
         raise RuntimeError("captures_underway.empty()")
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", fails)
     monkeypatch.setattr(Large, "act", staticmethod(runs_out))
     assert loop.checked() == Comparison(unsure=NO_ROOM)

@@ -27,9 +27,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Measurement]]:
     steps: list[tuple[bool, Measurement]] = []
     add = ActionSteps.add
 
-    def added(self: ActionSteps, step: Measurement, epochs: int, *, are_repeated: bool) -> bool:
+    def added(self: ActionSteps, step: Measurement, epochs: int, moves: int, *, are_repeated: bool) -> bool:
         before = len(self.result.measurements)
-        has_ended = add(self, step, epochs, are_repeated=are_repeated)
+        has_ended = add(self, step, epochs, moves, are_repeated=are_repeated)
         if len(self.result.measurements) > before:
             steps.append((Quick.on, step))
         return has_ended

@@ -20,7 +20,7 @@ from tests.accel.loops import advance, make, training
 from tests.accel.run_reports import full
 from tests.accel.simulation import PLAIN_S, Machine, candidate, simulate
 
-NOT_ALLOWED = ("not allowed", "it is reduced; allow='reduced' tries it")
+NOT_ALLOWED = ("not allowed", "it needs allow='reduced'")
 
 
 class Replays(Machine):
@@ -113,6 +113,17 @@ def test_the_summary_says_it_in_one_sentence() -> None:
     assert "allow='reduced' would" not in summary(full(model="Net"), "whole")
 
 
+def _is_said_at_the_end(model: torch.nn.Module, state: Any) -> None:
+    """Where the summary came too early for it."""
+    journal = accel.entry.MODELS[model].journal  # type: ignore[attr-defined]
+    assert journal._concluded is not None
+    state.offers["autocast_bf16"] = 4.7
+    sentence = "allow='reduced' would make a step about 4.7x as fast (bfloat16)"
+    for early, late in (({}, sentence), (state.offers, "")):
+        journal._concluded.offers = early
+        assert journal._ending(journal.report()) == late
+
+
 def test_a_real_run_is_asked_and_trains_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "device_kind", property(lambda self: "cpu with AMX"))
     monkeypatch.setattr(outlook, "_MOSTLY", 0.0)  # the model is a small one
@@ -127,6 +138,7 @@ def test_a_real_run_is_asked_and_trains_the_same_bits(monkeypatch: pytest.Monkey
             state = accel.entry.MODELS[model].journal._controller  # type: ignore[attr-defined]
             assert set(state.offers) == {"autocast_bf16"} and state.offers["autocast_bf16"] > 0
             assert state.rows["autocast_bf16"].status == "not allowed"
+            _is_said_at_the_end(model, state)
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     assert all(map(torch.equal, weights(False), weights(True)))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import accel
 from accel import entry, strategies
@@ -221,6 +222,38 @@ def test_a_model_with_hooks_of_the_loop_s_is_not_compared(monkeypatch: pytest.Mo
             assert row.status == "not tried" and "may keep what it sees" in row.why
 
     assert_trains_the_same(train)
+
+
+def test_hooks_of_all_modules_are_hooks_of_the_model() -> None:
+    model, _, _ = make()
+    handle = nn.modules.module.register_module_forward_hook(lambda module, given, output: None)
+    try:
+        assert "may keep what it sees" in ModelSnapshot(model).unkept
+    finally:
+        handle.remove()
+    assert not ModelSnapshot(model).unkept
+
+
+def test_private_attributes_of_parametrized_modules_are_put_back() -> None:
+    """Their class is one that torch derives from the user's."""
+    model = nn.Sequential(weight_norm(Counting(2, 2)))
+    before = ModelSnapshot(model)
+    model(torch.ones(1, 2))
+    assert model[0]._calls == 1
+    before.restore()
+    assert model[0]._calls == 0
+
+
+class Counting(nn.Linear):
+    _calls = 0
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self._calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._calls += 1
+        return super().forward(x)
 
 
 def test_hooks_of_libraries_are_taken_to_keep_nothing() -> None:

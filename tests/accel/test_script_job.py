@@ -462,7 +462,7 @@ def test_what_ends_a_script_goes_nowhere_without_stderr(tmp_path: Path) -> None:
         assert (done.stdout, done.stderr, done.returncode) == ("", "", 1)
 
 
-@pytest.mark.parametrize("leaves", ["sys.stdout.close()", "sys.stderr.close()"])
+@pytest.mark.parametrize("leaves", ["sys.stdout.close()", "sys.stderr.close()", "sys.stderr.detach()"])
 def test_a_report_is_made_although_the_streams_are_closed(tmp_path: Path, leaves: str) -> None:
     script(tmp_path, f"\nfor x, y in loader:\n    step(x, y)\n{leaves}\n")
     done = accel_profile(tmp_path, "--no-confirm", "train.py")

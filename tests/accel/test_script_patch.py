@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from accel.profiler.loop.optimizers import Optimizers
+from accel.run.context import Observed
 from accel.script import patch
 from accel.script.patch import ModelPlan, ScriptPatch, patch_script
 from accel.strategies import names
@@ -175,6 +176,17 @@ def test_a_call_within_a_larger_expression_keeps_its_meaning(tmp_path: Path) -> 
         (("out = model(x)", "out, _ = model(x)"), {"autocast_bf16": None}, "outputs are unpacked, and each of them"),
         (("out = model(x)", "a = 1; out = model(x)"), {"autocast_bf16": None}, "not called on a line of its own"),
         (("model.parameters(), lr=1e-3", "p for p in model.parameters()"), {"fused_optimizer": "fused"}, "unusual way"),
+        (("model.parameters()", "[p for m in (a,) for p in m.parameters()]"), {"channels_last": None}, "not name the"),
+        (("model.parameters()", "[*model.parameters(), *head.parameters()]"), {"channels_last": None}, "not name the"),
+        (("import torch\n", ""), {"channels_last": None}, "must import torch by that name"),
+        (("import torch\n", "import torch as th\n"), {"autocast_bf16": None}, "must import torch by that name"),
+        (("out = model(x)", "out = model(x).squeeze()"), {"autocast_bf16": None}, "must be named, or the loss be made"),
+        (("", ""), {"torch_compile": "blocks"}, "call compile() of each in its place"),
+        (("AdamW(model.", "AdamW(self."), {"torch_compile": None}, "self.compile() is of no use"),
+        (("batches = DataLoader(", "batches = make()\n    others = DataLoader("), {"pin_memory": None}, "found 0"),
+        (("\n", "\r\n"), {"channels_last": None}, "the file has Windows line ends"),
+        (("import torch\n", "import torch\n\f\n"), {"channels_last": None}, "a form feed"),
+        (("import torch\n", "import torch\n(\n"), {"channels_last": None}, "can't be parsed"),
         (("", ""), {"loader_workers": "threads=2"}, "ContinuousLoader(loader) has"),
         (("", ""), {"sample_cache": None}, "no line of a script does the same; keep it by plan="),
     ],
@@ -188,6 +200,31 @@ def test_what_can_not_be_written_is_left_out_with_its_reason(
     assert reason in found.left[next(iter(choices))]
 
 
+def test_outputs_that_are_no_single_tensor_are_not_cast() -> None:
+    """`outputs = model(**batch)` of Hugging Face has no `float()`."""
+    plan = ModelPlan({"autocast_bf16": None}, "Net", "AdamW", "cpu", returns_tensor=False)
+    assert "more than one tensor" in patch_script(SCRIPT, "train.py", [plan]).left["autocast_bf16"]
+
+
+def test_the_loaders_own_workers_are_no_change_of_it() -> None:
+    plan = ModelPlan({"loader_workers": 4}, "Net", "AdamW", "cpu", has_workers=True)
+    assert "own workers have begun epochs early" in patch_script(SCRIPT, "train.py", [plan]).left["loader_workers"]
+
+
+def test_the_optimizer_that_a_function_makes_may_be_another_models_too() -> None:
+    source = (
+        SCRIPT.replace("optim.AdamW(model", "make(model") + "\n\ndef make(m, lr):\n    return AdamW(m.parameters())\n"
+    )
+    plans = [ModelPlan({"fused_optimizer": "fused"}, name, "AdamW", "cpu") for name in ("G", "D")]
+    found = patch_script(source, "train.py", plans)
+    assert not found.diff and "made in a function" in found.left["fused_optimizer of G"]
+
+
+def test_a_path_with_a_space_is_one_that_patch_finds() -> None:
+    found = patch_script(SCRIPT, "my scripts/train.py", [ModelPlan({"pin_memory": None}, "Net", "AdamW", "cpu")])
+    assert found.diff.startswith("--- a/my scripts/train.py\t\n+++ b/my scripts/train.py\t\n")
+
+
 def test_every_registered_strategy_is_written_or_named() -> None:
     choices = {
         name: {"loader_workers": 1, "fused_optimizer": "fused", "intraop_threads": 1}.get(name) for name in names()
@@ -198,7 +235,8 @@ def test_every_registered_strategy_is_written_or_named() -> None:
     assert "model.compile()" in added
 
 
-def test_the_optimizers_of_two_models_are_told_apart_by_what_they_train() -> None:
+@pytest.mark.parametrize("is_in_a_function", [False, True])
+def test_the_optimizers_of_two_models_are_told_apart_by_what_they_train(is_in_a_function: bool) -> None:
     """As in pytorch/examples' dcgan."""
     source = textwrap.dedent(
         """\
@@ -215,9 +253,13 @@ def test_the_optimizers_of_two_models_are_told_apart_by_what_they_train() -> Non
         ModelPlan({**shared, "sample_cache": None}, "Discriminator", "Adam", "cpu"),
     ]
 
+    if is_in_a_function:
+        head, body = source.split("\n", 1)
+        source = f"{head}\ndef main():\n{textwrap.indent(body, '    ')}"
+
     found = patch_script(source, "train.py", plans)
 
-    added = [line[1:] for line in found.diff.splitlines() if line.startswith("+") and line[:3] != "+++"]
+    added = [line[1:].strip() for line in found.diff.splitlines() if line.startswith("+") and line[:3] != "+++"]
     assert added == [
         "torch.set_num_threads(1)",
         "netD.to(memory_format=torch.channels_last)",
@@ -234,7 +276,9 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizers = Optimizers([torch.optim.AdamW([weight])])  # which is gone by now, as where a `main()` made it
-    run = SimpleNamespace(optimizers=optimizers, inner=torch.nn.Sequential(), device=torch.device("cpu"))
+    run = SimpleNamespace(
+        optimizers=optimizers, inner=torch.nn.Sequential(), device=torch.device("cpu"), observed=Observed(), loader=[]
+    )
     kept: dict[str, Any] = {"fused_optimizer": "fused", "sample_cache": None}
     models = {1: SimpleNamespace(session=SimpleNamespace(run=run), journal=SimpleNamespace(kept=kept))}
     monkeypatch.setattr(patch, "MODELS", models)

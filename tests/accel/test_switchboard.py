@@ -86,6 +86,13 @@ def test_a_trip_takes_back_what_could_be_at_fault_and_names_the_newest() -> None
     assert board.trips == {"second": "its output is not finite"}
 
 
+def test_a_trip_names_those_that_are_known_to_be_at_fault() -> None:
+    board, _, _ = make(graphs="model", fused="optimizer")
+    board.switch({"graphs": None, "fused": None})
+    board.trip("it raised OutOfMemoryError", "graphs")
+    assert (board.active, board.trips) == ({}, {"graphs": "it raised OutOfMemoryError"})
+
+
 def test_fetching_is_dropped_alone() -> None:
     board, _, log = make(fetch="input", model="model")
     board.switch({"fetch": None, "model": None})

@@ -250,6 +250,26 @@ def test_an_interrupt_in_a_replay_leaves_no_trace(only_quick: None) -> None:
     assert "_compiled_call_impl" not in vars(model)
 
 
+def test_the_same_call_begins_anew_after_an_interrupt_while_accel_decided(only_quick: None) -> None:
+    """As where a cell of a notebook is run again."""
+    model, loader, optimizer = make_faulty()
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
+    session = accel.entry.MODELS[model].session  # type: ignore[attr-defined]
+
+    def interrupt() -> Any:
+        raise KeyboardInterrupt
+        yield
+
+    session.runner.make_decisions = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        advance(training(model, loader, optimizer), 10)
+    assert not session.alive
+    model, loader, optimizer = accel.optimize(model, loader, optimizer, budget=60)
+    advance(training(model, loader, optimizer), 30)
+    assert accel.entry.MODELS[model].session.alive  # type: ignore[attr-defined]
+    accel.undo(model)
+
+
 _SCRIPT = """
 import sys, torch, accel
 from pathlib import Path

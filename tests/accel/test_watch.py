@@ -325,10 +325,10 @@ def test_what_a_strategy_keeps_is_given_up_before_a_call_is_made_again(
     monkeypatch.setattr(nn.Linear, "forward", needs_all)
     gate = Gate(model, ["keeps"])
     gate.add("keeps", partial(has_no_room, first=torch.tanh), make_room=kept.clear)
-    watch = Watch(gate, torch.device("cpu"), lambda why: (trips.append(why), gate.remove("keeps"))[1])
+    watch = Watch(gate, torch.device("cpu"), lambda *why: (trips.extend(why), gate.remove("keeps"))[1])
     with torch.set_grad_enabled(trains):
         assert watch.call(gate.call, (torch.ones(1, 2),), {}).isfinite().all()
-    assert trips == ["it raised OutOfMemoryError: no room"]
+    assert trips == ["it raised OutOfMemoryError: no room", "keeps"]
 
 
 # -- several ranks: a call that one of them makes again talks to no other ----------------------------------------------

@@ -167,3 +167,10 @@ def test_of_a_large_output_a_sample_from_all_over_it_is_looked_at(shape: tuple[i
     assert float(part[-1].max()) > 0.99 * float(tensor.max())
     scaled = torch.linalg.vector_norm(part) * (tensor.numel() / part.numel()) ** 0.5
     torch.testing.assert_close(scaled, torch.linalg.vector_norm(tensor), rtol=1e-3, atol=0.0)
+
+
+def test_a_large_output_in_channels_last_is_sampled_too() -> None:
+    tensor = torch.ones(2, 16, 256, 512).contiguous(memory_format=torch.channels_last)
+    assert 1 << 18 < sample(tensor).numel() <= 1 << 20
+    with_gaps = torch.ones(2, 16, 256, 1024)[..., ::2]
+    assert sample(with_gaps) is with_gaps

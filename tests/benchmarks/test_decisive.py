@@ -17,15 +17,19 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from accel.compile.compiled_calls import repeated_blocks
 from benchmarks.device_lock import device_lock, holder
 from benchmarks.gpu import decisive, decisive_tables, processes
 from benchmarks.gpu import results as gpu_results
-from benchmarks.gpu.decisive import COMPILED, compiled_row
+from benchmarks.gpu.decisive import COMPILED, compile_plan, compiled_row
 from benchmarks.gpu.processes import Job, Queue
 from benchmarks.gpu.results import Results
+from benchmarks.gpu.sections import LIBRARY
+from benchmarks.suite import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 PRINTS = "print('{}')"
+PLANNED = compile_plan("ncf")
 
 
 def holding(lock: Path, then: str) -> list[str]:
@@ -110,6 +114,12 @@ def test_they_run_together_as_far_as_memory_and_width_allow() -> None:
     assert three["a"] > max(one["b"], two["b"])  # more than there is: alone
 
 
+def test_what_is_printed_after_the_figures_is_none() -> None:
+    last = 'print("{\\"rate\\": 2}"); print("{not figures}")'
+    (ended,) = Queue().run([Job({}, ["-c", last], 0.0, 30.0)], forever)
+    assert ended.figures == {"rate": 2}
+
+
 def test_a_process_that_fails_says_why() -> None:
     jobs = [Job({}, ["-c", "raise SystemExit('no device')"], 0.0, 30.0), Job({}, ["-c", "print('words')"], 0.0, 30.0)]
     failures = {each.figures["failed"] for each in Queue().run(jobs, forever)}
@@ -133,8 +143,11 @@ def course(steps: int, rate: float, kept: list[str]) -> dict[str, Any]:
         "losses": [5 - number / 100 for number in range(steps)],
         "held_s": (steps - 3) / rate,
         "peak_mb": 2000.0,
-        "held_peak_mb": 1000.0,
+        "settled_rate": rate,
+        "settled_peak_mb": 1000.0,
         "rows": rows if kept else [],
+        "remembered": ", ".join(kept),
+        "state": "done" if kept else "",
     }
 
 
@@ -180,6 +193,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setattr(processes, "LOOK_S", 0.02)
     monkeypatch.setattr(gpu_results, "FOLDER", tmp_path / "nothing recorded")
+    monkeypatch.setattr(decisive, "REPEATED", ("ncf",))
     before = signal.getsignal(signal.SIGTERM)
 
     def run(part: str, *options: str) -> Result:
@@ -210,14 +224,14 @@ def test_prewarm_measures_compiles_and_tests_once(call: Callable[..., Result], t
     assert done.exit_code == 0, done.output
     written = figures(tmp_path)
     rows = {row["variant"]: row for row in written["compiling"]["rows"]}
-    assert rows["compile"]["compile_s"] == pytest.approx(1 - 1 / 15)
-    assert rows[decisive.AUTOTUNED]["failed"] == "exit status 1: no such variant"
+    assert rows[COMPILED]["compile_s"] == pytest.approx(1 - 1 / 40)
+    assert rows[PLANNED]["failed"] == "exit status 1: no such variant"
     assert written["tests"]["green"] and written["tests"]["line"] == "5 passed in 3.00s"
-    assert len(ran(tmp_path)) == 6  # ceilings, tests, compile, twice by hand, a plan
-    assert "- ncf, compile: 1 s" in done.output
+    assert len(ran(tmp_path)) == 4  # ceilings, tests, by hand, a plan
+    assert f"- ncf, {COMPILED}: 1 s" in done.output
 
     call("prewarm")
-    assert sorted(line.split()[3] for line in ran(tmp_path)) == ["by", "planned:"]  # what failed
+    assert [line.split()[3] for line in ran(tmp_path)] == ["planned:"]  # what failed
 
 
 def test_a_table_has_each_way_and_is_not_measured_twice(call: Callable[..., Result], tmp_path: Path) -> None:
@@ -225,11 +239,12 @@ def test_a_table_has_each_way_and_is_not_measured_twice(call: Callable[..., Resu
     assert done.exit_code == 0, done.output
     rows = {row["way"]: row for row in figures(tmp_path)["table"]["rows"]}
     assert list(rows) and set(rows) == set(decisive.WAYS) - {"second"}
-    assert rows["by hand"]["variant"] == COMPILED  # autotuning did not end before
     assert rows["reduced"]["kept"] == ["autocast_bf16"]
-    command = f"python -m benchmarks.whole_process ncf reduced --size=tiny --seconds={decisive.WAYS['reduced'].run_s}"
-    assert rows["reduced"]["command"] == f"{command} --budget=25s"
-    assert "| ncf | reduced | 0.90x | 36 | 1.0, 2.0 | 4.7550 | 1.0 | `autocast_bf16` |" in done.output
+    command = (
+        f"python -m benchmarks.whole_process ncf reduced --size=tiny --seconds={1.5 * decisive.WAYS['reduced'].run_s}"
+    )
+    assert rows["reduced"]["command"] == f"{command} --settled={decisive.SETTLED_S} --budget=25s"
+    assert "| ncf | reduced | 0.90x | done | 1.0, 2.0 | 4.7550 | 1.0 | `autocast_bf16` |" in done.output
     assert "| ncf | 10 | 1.50x | 1.50x | 4.00x | 1.10x | 3.60x | |" in done.output
     assert "| geometric mean, over by hand | | 0.38x | 0.38x | 1.00x | 0.28x | 0.90x | |" in done.output
     assert "- ncf, reduced, reordered: `torch_compile`, `cuda_graphs` not tried: no room" in done.output
@@ -245,13 +260,14 @@ def test_a_table_has_each_way_and_is_not_measured_twice(call: Callable[..., Resu
 def test_the_second_call_has_what_the_first_remembered(call: Callable[..., Result], tmp_path: Path) -> None:
     folders: dict[str, str] = {}
     settings = decisive.Settings(tmp_path, size="tiny")
-    results = Results({}, ())
     for way in ("reduced", "second", "reordered"):
-        job = decisive._job("ncf", way, results, settings, tmp_path / "lock")
+        job = decisive._job("ncf", way, settings)
         assert job.environ is not None
         folders[way] = job.environ["ACCEL_CACHE"]
     assert folders["reduced"] == folders["second"] != folders["reordered"]
 
+    call("second")
+    assert "second" not in figures(tmp_path)  # there is nothing to remember yet
     call("table")
     done = call("second")
     assert done.exit_code == 0, done.output
@@ -259,7 +275,7 @@ def test_the_second_call_has_what_the_first_remembered(call: Callable[..., Resul
     assert [row["way"] for row in written["second"]["rows"]] == ["second"]
     assert written["overhead"]["rows"][0]["us"] == 9.0
     assert "a step of a small network, by hand: 9 µs [8, 10]" in done.output
-    assert "| ncf | second | 0.90x | 36 |" in done.output
+    assert "| ncf | second | 0.90x | done |" in done.output
     assert r"| second over by hand, geometric mean | >= 0.97x | 0.9 | not judged |" in done.output
     ran(tmp_path)
     call("second")
@@ -291,6 +307,11 @@ def test_a_call_that_is_ended_keeps_its_rows_and_shows_them(
     assert len(ran(tmp_path)) == 5
 
 
+def test_a_search_that_has_not_ended_is_compared_with_nothing() -> None:
+    rows = [row("bert", "plain", 10.0), row("bert", "reduced", 38.0, search="searching")]
+    assert decisive_tables.ratios(decisive_tables.ways({"table": {"rows": rows}}), "reduced", "plain") == {}
+
+
 def test_full_size_needs_a_gpu(call: Callable[..., Result], tmp_path: Path) -> None:
     done = call("table", "--size=full")
     assert (done.exit_code, done.output) == (2, "no CUDA device: nothing was run\n")
@@ -299,45 +320,46 @@ def test_full_size_needs_a_gpu(call: Callable[..., Result], tmp_path: Path) -> N
 
 def test_the_calls_fit_fifteen_minutes() -> None:
     assert sum(decisive.LIMITS_S.values()) <= 15 * 60 - 120  # the start of a machine, and transfers
-    first = sum(decisive.WAYS[way].run_s + decisive.WAYS[way].start_s for way in decisive.FIRST)
+    first = sum(way.run_s + decisive.SETTLED_S + way.start_s for way in map(decisive.WAYS.get, decisive.FIRST) if way)
     assert decisive.FIRST_MODELS * first <= decisive.LIMITS_S["table"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", decisive.PARTS)
-def test_a_call_in_real_processes(part: str, tmp_path: Path) -> None:
+def test_the_calls_in_real_processes(tmp_path: Path) -> None:
     options = ["--size=tiny", "--model=ncf", "--pace=0.1", "--no-tests", "--limit-s=300"]
-    command = [sys.executable, "-m", "benchmarks.gpu.decisive", part, *options, f"--out={tmp_path / 'out'}"]
+    options += [f"--out={tmp_path / 'out'}", f"--cache={tmp_path / 'cache'}"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_COMPILE_DISABLE": "1"}
-    done = subprocess.run(
-        [*command, f"--cache={tmp_path / 'cache'}"], cwd=ROOT, env=environ, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = figures(tmp_path)[{"prewarm": "compiling"}.get(part, part)]["rows"]
-    assert rows and not [row for row in rows if "failed" in row]
+    for part in decisive.PARTS:
+        command = [sys.executable, "-m", "benchmarks.gpu.decisive", part, *options]
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows = figures(tmp_path)[{"prewarm": "compiling"}.get(part, part)]["rows"]
+        assert rows and not [row for row in rows if "failed" in row]
 
 
 # What is made of the figures
 
 
 def row(model: str, way: str, rate: float, **more: Any) -> dict[str, Any]:
-    shown = {"steps_per_s": rate, "end_steps_per_s": rate, "first_step_s": 1.0, "peak_mb": 2000.0, "kept": []}
-    return {"model": model, "way": way, **shown, "held_peak_mb": 1000.0, "losses": [5.0], "strategies": [], **more}
+    shown = {"steps_per_s": rate, "search": "done", "first_step_s": 1.0, "peak_mb": 2000.0, "kept": []}
+    more = {"settled_peak_mb": 1000.0, "losses": [5.0], "strategies": [], "remembered": "a plan", **more}
+    return {"model": model, "way": way, **shown, **more}
 
 
 def test_the_table_is_held_to_what_is_asked() -> None:
     rows = [
-        row("bert", "plain", 10.0, losses=[5.0, 4.0]),
-        row("bert", "plain, another seed", 10.0, losses=[5.0, 4.1, 3.0]),
+        row("bert", "plain", 10.0, losses=[5.0, 4.0, 2.0]),
+        row("bert", "plain, another seed", 10.0, losses=[5.0, 4.1]),
         row("bert", "by hand", 40.0, losses=[5.0]),
         row("bert", "reduced", 38.0, losses=[5.0, 4.05, 3.0]),
         row("gpt", "plain", 10.0),
         row("gpt", "by hand", 40.0),
-        row("gpt", "reduced", 9.0, held_peak_mb=2000.0),
+        row("gpt", "reduced", 9.0, settled_peak_mb=2000.0),
         {"model": "gpt", "way": "reordered", "failed": "no memory"},
     ]
-    second = [row("bert", "second", 39.0, losses=[5.0, 4.2, 3.0], held_peak_mb=1040.0)]
-    second += [row("gpt", "second", 40.0, held_peak_mb=3000.0, kept=["cuda_graphs"])]
+    second = [row("bert", "second", 39.0, losses=[5.0, 4.2, 3.0], settled_peak_mb=1040.0)]
+    second += [row("gpt", "second", 40.0, settled_peak_mb=3000.0, kept=["cuda_graphs"])]
+    second += [row("swin", "second", 1.0, remembered="")]  # a first run: its cache was gone
     models = decisive_tables.ways({"table": {"rows": rows}, "second": {"rows": second}})
     found = {line: value for line, _, _, _, value in decisive_tables.lines_of(models)}
     assert found["reduced over by hand, geometric mean"] == pytest.approx((0.95 * 0.225) ** 0.5)
@@ -346,15 +368,18 @@ def test_the_table_is_held_to_what_is_asked() -> None:
     assert found["memory of second over plain, without graphs, the most"] == pytest.approx(1.04)
     assert found["loss: |accel - plain| / |plain - another seed|, the most"] == pytest.approx(2.0)
     assert decisive_tables.loss(models["bert"], "by hand") is None  # it has not seen as many samples
-    header = {"command": "c", "date": "d", "device": "NVIDIA T1", "torch": "t", "tests": {"green": True, "line": "5"}}
+    tests = {"green": True, "line": "5", "sources": gpu_results.sources(*LIBRARY, "tests")}
+    header = {"command": "c", "date": "d", "device": "NVIDIA T1", "torch": "t", "tests": tests}
     text = decisive_tables.text({**header, "table": {"rows": rows}, "second": {"rows": second}})
     assert "| reduced over by hand, geometric mean | >= 0.9x | 0.462 | **missed** |" in text
+    tests["sources"] = "of other sources"
+    assert "**missed**" not in decisive_tables.text({**header, "table": {"rows": rows}})
 
 
 def test_what_compiling_took_is_what_steps_took_beyond_the_shortest() -> None:
     plan = {"name": "torch_compile", "status": "kept", "why": "faster"}
     found = compiled_row({"ends_s": [10.0, 12.0, 13.0, 14.0], "rows": [plan]})
-    assert found == {"compile_s": 10.0, "step_ms": 1000.0, "status": "kept", "why": "faster"}
+    assert found == {"compile_s": 10.0, "status": "kept", "why": "faster"}
     assert compiled_row({"failed": "took too long"}) == {"failed": "took too long"}
 
 
@@ -362,12 +387,36 @@ def test_what_is_recorded_and_unchanged_is_known(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(gpu_results, "FOLDER", tmp_path)
     now = gpu_results.header("make gpu")
     mark = gpu_results.sources(*gpu_results.SECTIONS["graphs"].sources)
-    old = {**now, "date": "2020-01-01", "tests": {"green": True}, "graphs": {"rows": [], "sources": mark}}
+    tests = {"green": True, "sources": gpu_results.sources(*LIBRARY, "tests")}
+    old = {**now, "date": "2020-01-01", "tests": tests, "graphs": {"rows": [], "sources": mark}}
     (tmp_path / "gpu-cpu-2020-01-01.json").write_text(json.dumps({**old, "faults": {"sources": "others"}}))
     (tmp_path / "gpu-t1-2021-01-01.json").write_text(json.dumps({**old, "device": "NVIDIA T1", "optimizers": {}}))
     results = Results.opened("make gpu", tmp_path / "out", tmp_path / "cache")
     assert results.is_known("graphs") and results.figures["graphs"]["run"] == "2020-01-01"
     assert not results.is_known("faults") and not results.is_known("optimizers")
-    assert results.figures["date"] == now["date"] and results.figures["tests"] == {"green": True}
+    assert results.figures["date"] == now["date"] and results.figures["tests"] == tests
     results.put("graphs", {"failed": "no device", "sources": mark})
     assert not results.is_known("graphs") and results.figures["partial"]
+
+
+def test_what_is_recorded_stays_until_a_section_has_run_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_results.targets, "judged", lambda figures, green: [])
+    results = Results({"graphs": {"rows": [{"model": "mlp"}]}}, (tmp_path / "figures.json",))
+    ends = {"rows": [], "failed": "took too long"}
+    monkeypatch.setattr(processes, "section", lambda name, limit_s, publish, _: (publish({"rows": []}), ends)[1])
+    settings = decisive.Settings(tmp_path)
+    decisive.run_section("graphs", results, settings, 1.0)
+    assert results.rows("graphs") == [{"model": "mlp"}]
+    decisive.run_section("optimizers", results, settings, 1.0)
+    assert results.figures["optimizers"]["failed"] == "took too long"
+    ends = {"rows": [{"model": "transformer"}]}
+    decisive.run_section("graphs", results, settings, 1.0)
+    assert results.rows("graphs") == [{"model": "transformer"}]
+
+
+@pytest.mark.parametrize("model", decisive.MODELS[1:])  # the tiny ResNet is one of fewer blocks
+def test_what_is_compiled_ahead_is_what_a_search_compiles_first(model: str) -> None:
+    repeats = repeated_blocks(MODELS[model]("tiny").model)
+    assert bool(repeats) is (model in decisive.REPEATED)

@@ -41,7 +41,7 @@ class Played:
         self.clock, self.limits_s, self.failing = Clock(), dict[str, float](), set[str]()
         self.results = Results({}, ())
         monkeypatch.setattr(decisive, "run_part", lambda name, results, settings, limit_s: self.take(name, limit_s))
-        monkeypatch.setattr(decisive, "run_section", lambda name, results, limit_s: self.take(name, limit_s))
+        monkeypatch.setattr(decisive, "run_section", lambda name, results, settings, limit_s: self.take(name, limit_s))
 
     def take(self, name: str, limit_s: float) -> None:
         self.limits_s[name] = limit_s
@@ -61,7 +61,7 @@ class Played:
 def test_what_decides_comes_first_and_the_next_call_goes_on(played: Played) -> None:
     played.failing = {"overhead"}
     lacking = played.suite(439)
-    decisive_ones = {"prewarm": 170, "table": 339, "second": 190}
+    decisive_ones = {"prewarm": 210, "table": 339, "second": 140}
     assert played.limits_s == {**decisive_ones, "ceilings": 25, "overhead": 25, "swin_graphs": 50, "graphs": 25}
     assert lacking == [name for name in SECTIONS if name not in ("ceilings", "swin_graphs", "graphs")]
     assert played.suite(440)[0] == "overhead"  # which failed again, and cost no more than itself
@@ -70,10 +70,24 @@ def test_what_decides_comes_first_and_the_next_call_goes_on(played: Played) -> N
 
 
 def test_the_next_call_begins_with_what_the_first_did_not_come_to(played: Played) -> None:
-    played.suite(259)
-    assert list(played.limits_s) == ["prewarm", "table", "ceilings", "overhead"]  # 59 s were left
+    played.suite(219)
+    assert list(played.limits_s) == ["prewarm", "table", "ceilings"]  # 19 s were left
     played.suite(320)
-    assert list(played.limits_s) == ["second", "prewarm", "table", "swin_graphs"]
+    assert list(played.limits_s) == ["second", "table", "prewarm", "overhead"]
+
+
+def test_the_next_call_begins_with_what_the_first_hardly_came_to(played: Played) -> None:
+    played.results.figures["seconds"] = {"prewarm": 140.0, "table": 360.0, "second": 62.0}
+    played.suite(190)
+    assert next(iter(played.limits_s)) == "second"
+
+
+def test_sections_have_the_folder_of_what_was_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(processes, "section", lambda name, limit_s, publish, environ: given.append(environ) or {})
+    settings = decisive.Settings(tmp_path)
+    decisive.run_section("swin_graphs", Results({}, ()), settings, 1.0)
+    assert given == [{"TORCHINDUCTOR_CACHE_DIR": settings.environ("compiling")["TORCHINDUCTOR_CACHE_DIR"]}]
 
 
 def test_a_part_has_its_budget_and_no_more_than_is_left(played: Played) -> None:

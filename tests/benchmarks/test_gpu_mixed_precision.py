@@ -44,4 +44,4 @@ def test_the_worst_dtype_is_held_to_the_targets() -> None:
 
 
 def _judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return judged({"tests": {"green": True}, "mixed_precision": {"rows": rows}})
+    return judged({"mixed_precision": {"rows": rows}}, green=True)

@@ -38,6 +38,19 @@ def test_a_row_replaces_those_of_its_key_and_has_its_own_command(
     assert replaced([{"a": 1}], [], ("a",)) == [{"a": 1}]
 
 
+def test_rows_of_another_day_or_machine_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
+    made = Record("made", "a test", {"a": Column("which")}, key=("a",))
+    about = {"date": "2026-01-01", "machine": "cpu (another)"}
+    later = {**about, "date": "2026-01-02"}
+    for number, now in enumerate((about, later, {"date": "2026-01-02", "machine": "cpu (this)"})):
+        monkeypatch.setattr(record, "header", lambda what, command, now=now: {"what": what, "command": command, **now})
+        made.write([{"a": number}], "command")
+    of_rows = {row["a"]: {name: row[name] for name in about if name in row} for row in made.rows()}
+    assert of_rows == {0: about, 1: {"machine": "cpu (another)"}, 2: {}}
+    assert [path.name for path in tmp_path.iterdir()] == ["made-cpu-2026-01-02.json"]
+
+
 @click.command()
 @click.argument("loops", nargs=-1)
 @click.option("--only", multiple=True)

@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Any
 
 import pytest
+import tomllib
 from click.testing import CliRunner
 
 from benchmarks import torch_versions
@@ -61,6 +62,6 @@ def test_each_version_is_recorded_as_it_ends(
 
 
 def test_what_is_installed_can_be_had_from_an_index() -> None:
-    own = metadata.metadata("accel-train")["Name"]
+    own = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
     assert "pytest>=8.1" in torch_versions.packages() and "scikit-learn" in torch_versions.packages()
     assert not [each for each in torch_versions.packages() if each.startswith(own)]

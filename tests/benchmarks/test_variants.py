@@ -42,7 +42,7 @@ def test_the_recipe_for_a_gpu_runs_model_and_loss_in_bfloat16() -> None:
     loss = workload.loss
     workload = workload._replace(loss=lambda output, target: (seen.append(output.dtype), loss(output, target))[1])
     try:
-        workload = by_hand(workload, [name for name in ON_A_GPU if name != "autotuned"])
+        workload = by_hand(workload, [name for name in ON_A_GPU if name != "compile"])
     finally:
         torch.set_float32_matmul_precision(precision)
     x, target = next(iter(workload.loader))

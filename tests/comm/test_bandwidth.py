@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.comm.bandwidth import Bandwidth, PeerLost, Row, Settings, fit_line, measure_links, table
-from accel.comm.bandwidth.cases import DTYPES, OPERATIONS, LinkClass, RankPlace, elements, links_of, modulus, sent_bytes
+from accel.comm.bandwidth.cases import OPERATIONS, LinkClass, RankPlace, elements, links_of, modulus, sent_bytes
 from accel.comm.ranks.topology import by_machine
-from accel.commands.bench import BandwidthTable, Request, _child, bench, size_text
+from accel.commands.bench import _DTYPES, BandwidthTable, Request, _child, bench, size_text
 from accel.commands.cli import main
 from benchmarks.comm.lab import Lab
 from tests.comm import bandwidth_ranks, tcp_bytes
@@ -59,10 +59,10 @@ def test_sizes_are_rounded_down_to_whole_blocks(operation: str, size: int, ranks
     assert elements(OPERATIONS[operation], size, torch.float32, ranks) == count
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", _DTYPES)
 @pytest.mark.parametrize("ranks", [1, 2, 7, 64, 100])
 def test_sums_of_the_pattern_are_exact(name: str, ranks: int) -> None:
-    dtype = DTYPES[name]
+    dtype = getattr(torch, name)
     m = modulus(dtype, ranks)
     assert 2 <= m <= 127
     values = torch.full((ranks,), m - 1)

@@ -7,6 +7,7 @@ from collections import namedtuple
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -90,6 +91,51 @@ def test_what_can_not_be_made_again_is_not_pinned(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(transfer, "_pin_tensor", lambda tensor: tensor.clone())
     batch = Two(torch.ones(1), torch.ones(1))
     assert transfer.pin(batch) is batch
+
+
+def test_what_the_host_has_no_locked_memory_for_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(tensor: Tensor) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Tensor, "pin_memory", fails)
+    batch = {"x": torch.ones(2), "weight": torch.ones(1).expand(4)}
+    assert transfer.pin(batch) is batch
+
+
+def test_what_a_copy_would_not_have_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Named(list[Any]):
+        names = ""
+
+    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
+    marked, trained = torch.ones(1), torch.ones(1, requires_grad=True)
+    marked.note = "a"  # type: ignore[attr-defined]
+    batch = Named([marked, trained, torch.ones(1)])
+    batch.names = "abc"
+    pinned = transfer.pin(batch)
+    assert pinned[0] is marked and pinned[1] is trained and pinned[2] is not batch[2]
+    assert type(pinned) is Named and pinned.names == "abc" and batch[2] is not pinned[2]
+
+
+def test_links_in_a_circle_have_no_size() -> None:
+    node = Linked(torch.ones(2))
+    node.others.append(Linked(torch.ones(2), [node]))
+    assert describe([node]) == (0, ())
+
+
+@dataclasses.dataclass
+class Linked:
+    x: Tensor
+    others: list[Any] = dataclasses.field(default_factory=list)
+
+
+def test_arrays_are_compared_to_their_last_bit() -> None:
+    one, other = np.zeros((64, 64)), np.zeros((64, 64))
+    assert equal([one], [other])
+    other[30, 30] = 1  # where printing leaves it out
+    assert not equal([one], [other])
+    one[:], other[:] = np.nan, np.nan
+    assert equal({"x": one}, {"x": other})
+    assert not equal([one], [other.astype(np.float32)])
 
 
 OWN, HELD = torch.ones(4, 2), [1]

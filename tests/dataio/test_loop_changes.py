@@ -465,6 +465,22 @@ def test_the_environment_is_read_anew_in_each_epoch(workers: int) -> None:
         assert seen(loader) == wanted
 
 
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT", "TRITON_CACHE_DIR"])
+def test_what_a_compiler_writes_to_the_environment_is_no_change_of_the_loops(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, _ = _begin()
+    plain, listener = DataLoader(data, 4), Silent()
+    loader = LoaderProxy(plain, listener)
+    loader._accel_fetching.workers = workers = moved(plain, 2, threads=True, whole=True)
+    try:
+        for number, _ in enumerate(loader):
+            monkeypatch.setenv(name, str(number))
+    finally:
+        workers.close()
+    assert not listener.failures
+
+
 def test_what_the_loop_puts_back_before_it_asks_is_seen_by_threads() -> None:
     """As in an evaluation between two batches: the batches made meanwhile are not those of the training."""
 

@@ -266,3 +266,14 @@ def test_a_worker_has_the_seed_of_the_loop_s_process() -> None:
     proxy._accel_fetching.workers = workers
     assert all((batch[:, 1] == 5).all() for batch in proxy)
     workers.close()
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_refusal_leaves_the_random_states_alone(threads: bool) -> None:
+    """The first samples draw, which the batches that were watched did not."""
+    dataset = Numbers()
+    dataset.augment = True
+    before = torch.get_rng_state()
+    with pytest.raises(AccelError, match="draws random numbers"):
+        moved(DataLoader(dataset, 6, shuffle=True), 1, threads=threads)
+    assert torch.equal(torch.get_rng_state(), before)

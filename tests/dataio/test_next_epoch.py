@@ -301,6 +301,22 @@ def _raising(plain: DataLoader[Any]) -> Any:
     return get_iterator
 
 
+def test_a_dataset_without_a_length_is_left_to_torch() -> None:
+    class Lengthless(Dataset[int]):
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    plain: DataLoader[int] = DataLoader(Lengthless(), 4, sampler=RandomSampler(range(8)), num_workers=1)
+    early = NextEpoch(plain)
+    for _ in range(2):
+        batches, seen = early.begin(), []
+        for _ in range(2):
+            early.look_ahead(batches)
+            seen += next(batches).tolist()
+        assert sorted(seen) == list(range(8))
+    early.close()
+
+
 def test_what_is_left_alone() -> None:
     assert not_continuable(loader()) == ""
     assert "persistent_workers=True" in not_continuable(loader(persistent_workers=True))

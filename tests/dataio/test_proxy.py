@@ -215,6 +215,23 @@ def test_an_iterator_that_is_asked_for_its_next_is_listened_to() -> None:
     assert next(LoaderProxy(iter([7]))) == 7
 
 
+def test_an_iterator_that_begins_anew_by_itself_does_so() -> None:
+    class Endless:
+        number = 0
+
+        def __iter__(self) -> Iterator[int]:
+            return self
+
+        def __next__(self) -> int:
+            self.number = (self.number + 1) % 4
+            if not self.number:
+                raise StopIteration
+            return self.number
+
+    held = iter(LoaderProxy(Endless(), Silent()))
+    assert [list(held), list(held)] == [[1, 2, 3], [1, 2, 3]]
+
+
 def test_a_loader_that_is_its_own_iterator_begins_anew_when_it_is_asked_to() -> None:
     """As prefetchers on CUDA: `iter(loader)` in each epoch, then `next(loader)`. The second epoch had no batch."""
 

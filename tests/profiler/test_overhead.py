@@ -43,5 +43,5 @@ def test_clocks_and_looks_cost_no_more_than_their_bound(step: str) -> None:
 def test_an_interval_beyond_the_bound_is_too_dear(low: float, beyond: bool) -> None:
     """One reading is not: 10.8 µs [9.0, 12.6] of 75 may be the 14 % that are allowed."""
     added = Added(us=10.8, low=low, high=12.6, mean=10.8)
-    found = Cost(75.0, clocks=added, with_looks=added, rounds=6, epoch_steps=800)
+    found = Cost(75.0, clocks=added, with_looks=added)
     assert is_beyond("0.07 ms step", found) is beyond

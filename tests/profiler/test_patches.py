@@ -103,6 +103,22 @@ class Boxes(Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
+def test_a_compiled_step_is_neither_compiled_again_nor_split() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x.to("cpu", torch.float64) * 2
+
+    graphs: list[Any] = []
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend=lambda graph, _: graphs.append(graph) or graph)
+    recorder = Recorder()
+    for _ in range(2):
+        compiled(torch.ones(2))
+        recorder.start()
+        compiled(torch.ones(2))
+        recorder.stop()
+    assert len(graphs) == 1
+
+
 def test_a_subclass_is_told_torch_s_own_function() -> None:
     recorder = Recorder()
     recorder.start()

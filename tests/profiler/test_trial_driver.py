@@ -85,6 +85,11 @@ def test_epochs_end_where_their_phase_takes_next_to_nothing() -> None:
     assert len(blocks) == 12 and result.outcome.gain == pytest.approx(1.5)
 
 
+def test_an_epoch_whose_loader_is_gone_is_no_verdict() -> None:
+    result, _ = run(by_epochs(CONFIG, phase="data"), lambda block: Steps(seconds=[]))
+    assert result.outcome is None and result.why == "the loop makes a new loader for each epoch"
+
+
 def test_before_and_after_switches_once() -> None:
     comparison = before_and_after(CONFIG, before=[0.02] * 5, steps=15, settle=2)
     result, blocks = run(comparison, steps(b=0.016))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel.profiler.experiments.update_path import Paths, has_fused, moved
+from accel.profiler.experiments.update_path import Paths, has_fused, moved, refusal
 
 KINDS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
 PERMUTATIONS = [(0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0), (1, 0, 3, 2)]
@@ -313,3 +313,21 @@ def test_on_a_gpu_counters_keep_their_values_and_share_no_memory() -> None:
     there[0].add_(10)
     assert [float(each) for each in moved(there, torch.device("cpu"))] == [10.0, 1.0, 2.0, 3.0, 4.0]
     assert all(each.untyped_storage().nbytes() == 4 for each in moved(there, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_compiled_step_is_known_whatever_else_is_compiled(reads: bool) -> None:
+    torch.compiler.reset()
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def norms() -> list[Tensor]:
+        return [p.norm() for group in optimizer.param_groups for p in group["params"]]
+
+    compiled: Any = torch.compile(norms if reads else optimizer.step, backend="eager")
+    model(torch.ones(3, 4)).sum().backward()
+    compiled()
+    optimizer.step()
+    torch.compile(model, backend="eager")(torch.ones(3, 4)).sum().backward()  # marks the parameters anew
+    assert refusal(optimizer) == ("" if reads else "the loop has compiled the step of AdamW")
+    torch.compiler.reset()

@@ -212,9 +212,8 @@ def test_what_an_earlier_scheduler_has_left_is_ended_before_anything_is_written_
     """A scheduler that was killed while it started a job left it running beside the next start."""
     launcher = tmp_path / "launcher.py"
     launcher.write_text("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])")
-    monkeypatch.setattr(local_job, "TORCHRUN", (sys.executable, str(launcher)))
     monkeypatch.setattr(local_actuator, "SAVE_S", 5.0)
-    row = JobRow("a", spec(tmp_path), 0.0)
+    row = JobRow("a", spec(tmp_path, arguments=(str(launcher),)), 0.0)
     killed = LocalActuator(1)
     killed.change(row, ("localhost",))
     while not processes_of(row.spec.checkpoint):  # its environment is not there at once

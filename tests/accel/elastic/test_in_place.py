@@ -149,12 +149,17 @@ def test_an_order_is_seen_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> Non
     given = open_store()
     monkeypatch.setenv(ORDERS, str(given.port))
     theirs: Any = InPlace(orders_of_job(), *[None] * 6)  # type: ignore[arg-type]
+
+    def order_is(words: str) -> None:
+        given.set("order", words)
+        given.get("order")  # a store does not answer when it is set
+
     assert theirs.order() == ResizeOrder()
-    given.set("order", "1 4")
+    order_is("1 4")
     assert theirs.order() == ResizeOrder()  # it has looked just now
     now = 11.0
     assert theirs.order() == ResizeOrder(1, 4)
-    given.set("order", "1 0")
+    order_is("1 0")
     now = 12.0
     assert theirs.order() == ResizeOrder(1, 0)
 

@@ -58,6 +58,7 @@ def given_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Watched | bool]
     model = Watched()
     seen: list[Watched | bool] = [model]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(
         torch.cuda, "empty_cache", lambda: seen.append(any(each() is not None for each in model.outputs))
     )

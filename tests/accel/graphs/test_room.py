@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from accel.device_memory import idle_in_graphs
 from accel.strategies.cuda_graphs import DeviceMemory, memory_of, why_no_room
 
 GIB = 2**30
@@ -18,6 +19,19 @@ def test_there_is_room_for_two_sets_of_activations(free: int, has_room: bool) ->
         assert why == (
             "there is no room for graphs beside a step of the loop's own: both need up to 8.0 GiB, and 8.0 GiB are left"
         )
+
+
+def test_without_peaks_nothing_is_captured() -> None:
+    assert why_no_room(4 * GIB, 0).startswith("what a step needs of memory is not known")
+
+
+def test_what_graphs_hold_unused_is_no_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = [
+        {"device": device, "segment_pool_id": pool, "total_size": 9, "allocated_size": 2}
+        for device, pool in ((0, (0, 0)), (0, (0, 1)), (1, (0, 2)))
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert idle_in_graphs(torch.device("cuda", 0)) == 7
 
 
 @pytest.mark.parametrize(("peak", "of_a_step"), [(6, 3), (2, 0)])

@@ -217,6 +217,37 @@ def test_it_is_not_on_where_steps_hardly_fault(fault: Any) -> None:
     assert state.rows["heap"].why == "page faults take 2.0% of the step at most: too little to win"
 
 
+def test_where_steps_fault_later_it_has_its_turn_then(fault: Any) -> None:
+    """Whether a heap is trimmed depends on what lies at its end, which may change at any step."""
+
+    class Later(Faulting):
+        def seconds(self, plan: dict[str, Any]) -> float:
+            self.has_grown = self.step < 600
+            return super().seconds(plan)
+
+    machine = fault(Later(speed={"heap": 1.2}, noise=0.02, lasts=False))
+    asked: list[int] = []
+    candidates = [heap(has_come_back=lambda: asked.append(machine.step) or machine.step > 800)]
+    state = simulate(candidates, machine, until_settled=False, steps=3000, pace=FAST)
+    assert state.plan == {"heap": None}
+    assert state.rows["heap"].gain == pytest.approx(1.2, rel=0.04)
+    assert asked[0] < 600
+
+
+def test_page_faults_have_come_back_where_they_take_some_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults, now, strategy = [0], [0.0], Allocator()
+    monkeypatch.setattr(allocator, "fault_count", lambda: faults[0])
+    monkeypatch.setattr(allocator.time, "monotonic", lambda: now[0])
+    found = []
+    for more in (0, 20_000, 100, 20_000, 30_000, 100):  # of 3 µs each, in a second
+        faults[0] += more
+        now[0] += 1.0
+        found.append(strategy._faults_again())
+    assert found == [False, False, False, False, True, False]
+    monkeypatch.setattr(allocator, "fault_count", lambda: None)
+    assert not strategy._faults_again()
+
+
 def test_where_it_saves_no_page_faults_that_it_gives_nothing_is_no_verdict(fault: Any) -> None:
     memory = FakeMemory()
     state = searched(fault(Faulting(noise=0.02, others=2000, has_grown=True)), memory=memory)

@@ -72,6 +72,7 @@ def test_a_checkpoint_says_nothing_of_it_and_a_loaded_one_goes_on() -> None:
     state = copy.deepcopy(optimizer.state_dict())
     assert type(state["param_groups"][0]["ns_coefficients"]) is tuple
     assert b"accel" not in pickle.dumps(state)
+    assert b"accel" not in pickle.dumps(copy.deepcopy(optimizer).state_dict())
     optimizer.load_state_dict(state)
     step(model, optimizer)
     assert type(optimizer.param_groups[0]["ns_coefficients"]) is not tuple

@@ -120,7 +120,7 @@ def test_a_side_stream_copy_waits_by_event_and_records_its_memory(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: _logged(log, f"on {stream}"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(transfer, "pin", lambda batch: batch)
-    monkeypatch.setattr(transfer, "_record", lambda tensor, stream: (log.append("recorded"), tensor)[1])
+    monkeypatch.setattr(transfer, "_used_on", lambda tensor, stream: (log.append("recorded"), tensor)[1])
 
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)
     moved = transfer.AheadCopier(torch.device("cuda"))([torch.ones(2), "label"])

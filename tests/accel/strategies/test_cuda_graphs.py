@@ -16,7 +16,7 @@ import accel
 from accel.graphs import ModelCalls, capture, model_graph, release
 from accel.guard import rounding
 from accel.run import Run
-from accel.run.gate import Gate
+from accel.run.gate import Gate, make_room
 from accel.search.actions import Action, Result
 from accel.strategies import REGISTRY, cuda_graphs
 from accel.strategies.autocast_bf16 import AutocastBf16
@@ -96,6 +96,18 @@ def test_it_watches_captures_and_leaves_no_trace(calls: list[ModelCalls]) -> Non
     assert not calls[0]._graphs
 
 
+def test_graphs_are_given_up_where_a_call_has_no_room(calls: list[ModelCalls]) -> None:
+    run, strategy = run_of(nn.Linear(6, 2)), CudaGraphs()
+    watched(run, strategy)
+    strategy.enable(run, None)
+    for _ in range(2):
+        train(run.model, torch.randn(4, 6))
+    assert calls[0]._graphs
+    make_room(run.gate)
+    assert not calls[0]._graphs
+    train(run.model, torch.randn(4, 6))  # it goes on
+
+
 def test_another_strategy_inside_has_a_graph_of_its_own(calls: list[ModelCalls]) -> None:
     run, strategy = run_of(nn.Linear(6, 2)), CudaGraphs()
     watched(run, strategy)
@@ -145,6 +157,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     numbers = {"available": 8, "of_a_step": 4}
     monkeypatch.setattr(Run, "cuda", True)
     monkeypatch.setattr(cuda_graphs, "memory_of", lambda device: DeviceMemory(**numbers))
+    monkeypatch.setattr(cuda_graphs, "idle_in_graphs", lambda device: 0)
     return numbers
 
 

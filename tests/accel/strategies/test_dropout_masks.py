@@ -146,6 +146,25 @@ def test_it_is_on_for_as_long_as_one_run_uses_it(drawn_here: list[tuple[int, ...
     assert len(drawn_here) == 3
 
 
+def test_a_compiler_that_leaves_a_model_eager_does_not_trace_the_drawing(drawn_here: list[tuple[int, ...]]) -> None:
+    traced: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        traced.append(graph.code)
+        return graph.forward
+
+    model = nn.LSTM(16, 16, 2, dropout=0.2)  # Dynamo leaves it to eager torch, but looks into Python that this calls
+    strategy, run = DropoutMasks(), run_of(model)
+    strategy.enable(run, None)
+    try:
+        torch.compile(model, backend=backend)(torch.randn(10, 32, 16))
+    finally:
+        strategy.disable(run)
+        torch._dynamo.reset()
+    assert drawn_here
+    assert traced == []
+
+
 @pytest.mark.usefixtures("drawn_here")
 def test_a_wrong_draw_is_noticed_and_torch_draws_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dropout_masks, "_COMPARED_EVERY", 2)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import accel
 from accel import entry
+from accel.profiler.experiments import update_path
 from accel.strategies.fused_optimizer import FusedOptimizer
 from tests.accel.loops import advance, loss_of, make_loader, training
 
@@ -114,6 +115,34 @@ def test_on_a_gpu_foreach_is_the_default_and_not_tried(monkeypatch: pytest.Monke
         run: Any = SimpleNamespace(optimizers=[optimizer], cuda=cuda)
         assert strategy.settings(run) == settings
         assert bool(strategy.refusal(run)) == (not settings)
+
+
+def test_hooks_of_the_loop_get_the_checkpoint_of_its_own_path() -> None:
+    """One that wrapped it in a dict of its own made `state_dict()` raise."""
+    optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters(), fused=None)
+    optimizer.register_state_dict_post_hook(lambda _, state: {"inner": state})
+    run: Any = SimpleNamespace(optimizers=[optimizer])
+    strategy = FusedOptimizer()
+    strategy.enable(run, "fused")
+    assert optimizer.param_groups[0]["fused"] is True
+    assert optimizer.state_dict()["inner"]["param_groups"][0]["fused"] is None
+    strategy.disable(run)
+
+
+def test_counters_that_the_loop_has_put_on_the_cpu_follow_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_path, "_signature", lambda optimizer: None)  # fake tensors have no addresses
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.randn(3, device="cuda")) for _ in range(2)]
+        optimizer = torch.optim.Adam(params)
+        for p in params:
+            optimizer.state[p] = {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(p)}
+            p.grad = torch.zeros_like(p)
+        strategy, run = FusedOptimizer(), SimpleNamespace(optimizers=[optimizer])
+        strategy.enable(run, "fused")  # type: ignore[arg-type]
+        for p in params:
+            optimizer.state[p]["step"] = torch.tensor(0.0)
+        strategy._paths._gradients_ready(optimizer)
+        assert {optimizer.state[p]["step"].device.type for p in params} == {"cuda"}
 
 
 def test_a_checkpoint_of_a_gpu_has_the_step_counters_of_the_plain_path() -> None:

@@ -142,9 +142,12 @@ class OtherRMSNorm(nn.Module):
 
 def test_a_variant_is_refused_with_its_reason(interpreted: None) -> None:
     model = nn.Sequential(OtherRMSNorm())
-    assert Liger().refusal(run_of(model)) == ""
-    with pytest.raises(NothingHelps, match="1 modules: it computes something else than Liger's kernel"):
-        Liger().enable(run_of(model), None)
+    strategy = Liger()
+    assert strategy.refusal(run_of(model)) == ""
+    for _ in range(2):  # also when verdicts are reopened
+        with pytest.raises(NothingHelps, match="1 modules: it computes something else than Liger's kernel"):
+            strategy.enable(run_of(model), None)
+        strategy.disable(run_of(model))
     assert type(model[0]) is OtherRMSNorm
 
 

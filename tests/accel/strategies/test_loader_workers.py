@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from typing import Any
 
@@ -120,3 +121,51 @@ def test_a_run_says_what_was_compared_and_leaves_a_dataset_that_the_loop_changes
     else:
         assert row.status == "undone"
         assert "NotAhead: the loop changes the global LEVEL within an epoch" in row.why
+
+
+class Buffers:
+    """A collate function that writes into a buffer of its own."""
+
+    def __init__(self) -> None:
+        self.buffer = io.BytesIO()
+
+    def __call__(self, samples: list[int]) -> bytes:
+        self.buffer.seek(0)
+        self.buffer.write(bytes(samples))
+        return self.buffer.getvalue()
+
+
+def test_threads_do_not_share_a_collate_function_that_may_not_be_shared() -> None:
+    run, _ = run_of(DataLoader(list(range(40)), 4, collate_fn=Buffers()))
+    assert "threads=1" not in LoaderWorkers().settings(run)
+    assert LoaderWorkers().settings(run_of(DataLoader(list(range(40)), 4))[0])[0] == "threads=1"
+
+
+def test_of_another_loader_its_own_next_epoch_is_begun() -> None:
+    """As in the next stage of a curriculum: the batches of the first one came again."""
+    strategy = LoaderWorkers()
+    for first in (0, 100):
+        run, _ = run_of(DataLoader(list(range(first, first + 8)), 4, num_workers=1))
+        strategy.enable(run, 1)
+        assert run.fetching.next_epoch is not None
+        assert next(run.fetching.next_epoch.begin()).tolist() == list(range(first, first + 4))
+        strategy.disable(run)
+        strategy.close(run)
+
+
+def test_a_trial_in_whole_epochs_ends_where_each_has_a_loader_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "REGISTRY", [LoaderWorkers])
+    model, _, optimizer = make()
+    for _ in range(8):
+        loader = DataLoader(Samples(80), 2, num_workers=1)
+        model, batches, optimizer = accel.optimize(model, loader, optimizer, budget=60, cache=False)
+        advance(training(model, batches, optimizer), 40)
+    assert accel.explain(model).state == "done"
+    accel.undo(model)
+
+
+def test_a_run_of_few_epochs_is_not_compared_in_whole_ones() -> None:
+    run, _ = run_of(DataLoader(list(range(40)), 4, num_workers=1))
+    assert LoaderWorkers().refusal(run) == ""
+    run.planned_epochs = 10
+    assert LoaderWorkers().refusal(run) == "it is compared in 12 whole epochs, more than the run has"

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel import entry
-from accel.compile import compiled_draws
+from accel.compile import compiled_calls, compiled_draws
 from accel.compile.compiled_calls import MOST, layers, leaves, repeated_blocks
 from accel.dataio.passes.proxy import Fetching
 from accel.guard.draws import ReplayedDraws
@@ -508,3 +508,74 @@ def test_a_call_whose_saved_tensors_are_packed_runs_plainly(setting: str, backen
     assert all(map(torch.equal, own, expected))
     gradients(model, model, x)
     assert backend.runs == 2 * runs
+
+
+@pytest.mark.parametrize("setting", [BLOCKS, WHOLE])
+def test_a_layer_that_is_unfrozen_trains(setting: str, backend: Counts) -> None:
+    """Where Dynamo's guards pass by a dictionary of parameters it never got a gradient (torch 2.9 to 2.11)."""
+    model, x = Stack(), torch.randn(4, 5, WIDTH)
+    for block in model.blocks:
+        block.into.requires_grad_(False)  # type: ignore[union-attr]
+    strategy, run = make(model, (4, 5, WIDTH))
+    strategy.enable(run, setting)
+    model(x).sum().backward()
+    runs = backend.runs
+    assert runs
+    for block in model.blocks:
+        block.into.requires_grad_(True)  # type: ignore[union-attr]
+    model(x).sum().backward()
+    assert backend.runs == runs  # it ran plainly
+    assert all(block.into.weight.grad is not None for block in model.blocks)  # type: ignore[union-attr]
+
+
+def test_blocks_are_compiled_within_the_models_call_only(backend: Counts) -> None:
+    model, x = Stack(), torch.randn(4, 5, WIDTH)
+    strategy, run = make(model, (4, 5, WIDTH))
+    strategy.enable(run, BLOCKS)
+    model(x).sum().backward()
+    runs, seen = backend.runs, list[Any]()
+    handle = model.blocks[0].into.register_forward_hook(lambda *given: seen.append(1))  # type: ignore[union-attr]
+    model.blocks[0](model.embed(x))
+    handle.remove()
+    assert (backend.runs, seen) == (runs, [1])
+    model(x)
+    assert backend.runs > runs
+
+
+def test_no_helper_compiles_what_lies_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    model = Stack()
+    model.register_buffer("adjacency", torch.eye(3).to_sparse())  # which has no memory to share
+    assert "shared" not in torch_compile._no_room(make(model, cores=64)[1])
+    _, run = make(Stack().share_memory(), cores=64)
+    assert torch_compile._no_room(run) == "the model lies in shared memory, which a helper process would write to"
+
+
+def test_where_the_loop_trains_other_parameters_for_good_it_says_so(
+    backend: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_calls, "_MOST_OTHERS", 3)
+    model, x = Stack(), torch.randn(4, 5, WIDTH)
+    model.embed.requires_grad_(False)
+    strategy, run = make(model, (4, 5, WIDTH))
+    strategy.enable(run, BLOCKS)
+    model(x).sum().backward()
+    model.embed.requires_grad_(True)
+    for _ in range(3):
+        assert strategy.failure(run) == ""
+        model(x).sum().backward()
+    assert strategy.failure(run) == "the loop trains other parameters now than when it was compiled"
+
+
+def test_a_method_that_calls_checkpointed_blocks_beside_the_models_call(backend: Counts) -> None:
+    """Their backward pass makes both again, and must find what the forward pass did."""
+    model, x = Stack(checkpointed=True), torch.randn(4, 5, WIDTH)
+    plain = copy.deepcopy(model)
+    strategy, run = make(model, (4, 5, WIDTH))
+    strategy.enable(run, BLOCKS)
+    for _ in range(2):
+        for each in (model, plain):
+            beside = checkpoint(each.blocks[0], each.embed(x), use_reentrant=False)
+            (each(x).sum() + checkpoint(each.blocks[1], beside, use_reentrant=False).sum()).backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
