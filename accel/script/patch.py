@@ -453,6 +453,7 @@ _WRITERS: dict[str, Callable[[_Source, Any], Iterator[Edit]]] = {
     "autocast_bf16": _autocast,
     "tf32": partial(_setting, 'torch.set_float32_matmul_precision("high")'),
     "cudnn_benchmark": partial(_setting, "torch.backends.cudnn.benchmark = True"),
+    "flush_denormal": partial(_setting, "torch.set_flush_denormal(True)"),
     "intraop_threads": partial(_setting, "torch.set_num_threads({setting})"),
     "fused_optimizer": _fused,
     "loader_workers": _workers,

@@ -17,6 +17,7 @@ from accel.strategies.cuda_graphs import CudaGraphs
 from accel.strategies.cudnn_benchmark import CudnnBenchmark
 from accel.strategies.dropout_masks import DropoutMasks
 from accel.strategies.float8 import Float8
+from accel.strategies.flush_denormal import FlushDenormal
 from accel.strategies.fused_optimizer import FusedOptimizer
 from accel.strategies.gradients import GradientByHosts, GradientCompression, GradientHalf
 from accel.strategies.intraop_threads import IntraopThreads
@@ -46,6 +47,7 @@ REGISTRY: list[type[Strategy]] = [
     FusedOptimizer,
     BatchedMuon,
     Allocator,
+    FlushDenormal,
     KeepSamples,  # before workers: it begins to record, which takes two epochs
     LoaderWorkers,
     IntraopThreads,

@@ -60,6 +60,7 @@ EVERY = {
     "loader_workers": 0,
     "pin_memory": None,
     "tf32": None,
+    "flush_denormal": None,
     "cudnn_benchmark": None,
     "intraop_threads": 1,
 }
@@ -102,6 +103,7 @@ def test_a_whole_plan_is_written_applied_run_and_taken_back(tmp_path: Path) -> N
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
+        torch.set_flush_denormal(False)
         torch.backends.cudnn.benchmark = False
 
 
