@@ -42,6 +42,7 @@ class ProcessSetting(Generic[T]):
         self._before: list[T] = []
         """What was set before the first user; empty while there is none."""
         self._written: list[T] = []
+        """What was read after the last write; empty if that has not come to its end."""
         self._lock = threading.Lock()
 
     def use(self, user: object, value: T) -> None:
@@ -72,11 +73,12 @@ class ProcessSetting(Generic[T]):
                 self._write(before)
 
     def _set(self, value: T) -> None:
+        self._written.clear()
         self._write(value)
-        self._written = [self._read()]
+        self._written.append(self._read())
 
     def _is_ours(self) -> bool:
-        return self._written == [self._read()]
+        return not self._written or self._written == [self._read()]  # writing it may have been interrupted
 
     def displaced(self) -> T:
         """Return what is set without its users: what was before the first of them, or is now."""

@@ -126,3 +126,19 @@ def test_what_the_loop_sets_meanwhile_stays() -> None:
     second.disable(run)
     first.disable(run)
     assert torch.get_num_threads() == 3
+
+
+def test_what_an_interrupted_switch_has_set_is_put_back() -> None:
+    level, stops = [0], [True]
+
+    def write(value: int) -> None:
+        level[0] = value
+        if stops.pop():
+            raise KeyboardInterrupt
+
+    setting = ProcessSetting(lambda: level[0], write)
+    with pytest.raises(KeyboardInterrupt):
+        setting.use("user", 1)
+    stops[:] = [False]
+    setting.leave("user")
+    assert level == [0] and not setting.is_used()
