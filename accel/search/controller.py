@@ -217,7 +217,7 @@ def _hold(state: SearchState) -> Decisions:
         plan = state.plan
         yield from _follow(state)
         if state.replay is None:
-            priority.reopen_what_came_back(state)
+            priority.reopen_what_came_back(state, step_s)
             if _waits_no_more(state):
                 return
         if result.trips or state.plan != plan:

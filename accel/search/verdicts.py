@@ -114,7 +114,7 @@ def remember(state: SearchState, *, ended: bool = False) -> None:
     lost = {
         row.name: ", ".join(filter(None, ("" if row.gain is None else f"{row.gain:.2f}x", row.why[:200])))
         for row in undone
-        if not is_open(state, state.candidates[row.name])
+        if not is_open(state, each := state.candidates[row.name]) and not each.design.may_grow
     }
     speedup = state.closing.gain if state.closing is not None and plan == state.closed_plan else None
     names = {row.name for row in undone}

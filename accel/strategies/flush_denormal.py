@@ -1,8 +1,8 @@
 """flush_denormal: let the CPU treat subnormal numbers as 0.
 
 Numbers below 1.2e-38 (float32) are subnormal, and x86 takes some 150 cycles for each operation on one. Training makes
-them where nothing feeds a running average any more: Adam's first moments of an embedding's rows that do not occur
-shrink by 0.9 a step, and are subnormal after some 800 steps.
+them where products shrink: gradients that vanish on their way through a recurrent network, or Adam's first moments of
+an embedding's rows that do not occur, which shrink by 0.9 a step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TENSORS, _ELEMENTS = 8, 4096
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 """Those whose subnormal numbers are so in the CPU's arithmetic; float16's are normal in float32."""
 _LEAST_SHARE = 0.01
-"""Share of subnormal numbers from which on they are worth a trial."""
+"""Share of subnormal numbers in the state from which on steps before are compared with steps after."""
 _BLOCKS = 10
 
 
@@ -85,7 +85,7 @@ def _sample(value: Tensor) -> Tensor:
 class FlushDenormal(ProcessSwitch):
     """Set `torch.set_flush_denormal` in all of torch's threads.
 
-    It is tried once the optimizer's state has such numbers. Numbers of a magnitude below the smallest normal one become
+    Numbers of a magnitude below the smallest normal one become
     0: 1.2e-38 in float32, 2.2e-308 in float64, in everything that the threads compute.
 
     Source: Intel 64 and IA-32 Architectures Optimization Reference Manual, "Floating-Point Exceptions/Assists".
@@ -109,9 +109,8 @@ class FlushDenormal(ProcessSwitch):
         return _refusal()
 
     def trial_design(self, run: Run) -> TrialDesign:
-        """Wait for such numbers, and compare the steps before with those after: the first one clears the state."""
-        share = partial(subnormal_share, run.optimizers)
-        return BySubnormals(phase="optimizer", share_now=share, has_come_back=lambda: share() >= _LEAST_SHARE)
+        """Judge it after all others, and again where steps become slower: such numbers come as training goes on."""
+        return BySubnormals(may_grow=True, share_now=partial(subnormal_share, run.optimizers))
 
     def enable(self, run: Run, setting: Any) -> None:
         """Switch it on, and see that all threads follow."""
@@ -128,20 +127,23 @@ def _refusal() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BySubnormals(TrialDesign):
-    """Steps before it are compared with those after it; blocks in turns would find no such numbers any more.
+    """Blocks in turns, unless the optimizer's state has such numbers: its first step clears them, so that turns would
+    compare nothing. Then steps before it are compared with those after it.
 
     Args:
-        share_now: returns the share of the optimizer's state that is subnormal.
+        share_now: returns the share of the state that is subnormal.
     """
 
     share_now: Callable[[], float]
 
-    order: ClassVar[int] = -1
+    order: ClassVar[int] = 1
     stands: ClassVar[bool] = True
 
     def trial(self, terms: Terms) -> Comparing:
         """Return the trial."""
         share = self.share_now()
+        if share < _LEAST_SHARE:
+            return (yield from super().trial(terms))
         result = yield from before_and_after(
             replace(terms.config, more_looks=()),
             before=(),
@@ -151,10 +153,3 @@ class BySubnormals(TrialDesign):
             limit_s=terms.limit_s,
         )
         return result._replace(why=f"faster than the steps before it, when {share:.0%} of the state was subnormal")
-
-    def too_little(self, anatomy: Any, least: float) -> str:
-        """Say that the state has no such numbers so far; '' if it has. The time that they take is not known before."""
-        share = self.share_now()
-        if share >= _LEAST_SHARE:
-            return ""
-        return "the optimizer's state has next to no subnormal numbers so far: nothing to win"

@@ -66,6 +66,9 @@ class TrialDesign:
     anything else that changes the model's calls is switched."""
     has_come_back: Callable[[], bool] = lambda: False
     """Whether what it treats takes enough of the step again, after a trial that found too little; asked in `hold`."""
+    may_grow: bool = False
+    """What it treats may grow as training goes on: it has its turn again where the step has become slower since its
+    verdict, and the next run does not count that one as lost."""
     watch: OtherProcesses | None = None
     further_check: FurtherCheck | None = None
     note: str = ""

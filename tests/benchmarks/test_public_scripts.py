@@ -76,4 +76,7 @@ def test_long_runs_scale_their_numbers_and_take_turns(monkeypatch: pytest.Monkey
         (("--epochs", "48"), accelerated) for accelerated in (False, True, True, False)
     ]
     assert (row["first"], row["step"]) == (pytest.approx(1.25), pytest.approx(1.5))
+    runs.clear()
+    public_scripts.compare_long("mnist", tmp_path, 2, 10.0)  # as long as it is: that run was the first plain one
+    assert [accelerated for _, accelerated in runs] == [False, True, True, False]
     assert "geometric mean of 1 scripts 1.25x" in public_scripts.LONG.block({"rows": [row], **header("", "a command")})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from accel.search.state import Candidate
 from accel.strategies import flush_denormal
 from accel.strategies.base import NothingHelps
 from accel.strategies.flush_denormal import BySubnormals, FlushDenormal, flushes, subnormal_share
+from tests.accel.memory import FakeMemory
 from tests.accel.simulation import FAST, Machine, candidate, simulate
 
 applies = pytest.mark.skipif(bool(flush_denormal._refusal()), reason=f"here {flush_denormal._refusal()}")
@@ -100,7 +103,7 @@ def test_where_it_can_not_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "alone" in FlushDenormal().refusal(run_of())
 
 
-# -- when it is tried --------------------------------------------------------------------------------------------------
+# -- how it is judged --------------------------------------------------------------------------------------------------
 
 
 def optimizer_of(*states: Any) -> torch.optim.Optimizer:
@@ -149,54 +152,53 @@ def test_moments_of_rows_without_gradients_become_subnormal() -> None:
     """The case that it is for: an embedding under Adam, most of whose rows do not occur."""
     table = nn.Embedding(1000, 8)
     optimizer = torch.optim.Adam(table.parameters())
-    run = run_of("cpu", optimizer)
+    share = []
     for step in range(900):
         optimizer.zero_grad()
         table(torch.arange(1000 if step == 0 else 10)).sum().backward()
         optimizer.step()
-        if step == 500:
-            design = FlushDenormal().trial_design(run)
-            assert "next to no subnormal numbers" in design.too_little({}, 0.01) and not design.has_come_back()
-    design = FlushDenormal().trial_design(run)
-    assert design.too_little({}, 0.01) == "" and design.has_come_back()
+        share.append(subnormal_share([optimizer]) if step in (500, 899) else 0.0)
+    assert share[500] == 0.0 and share[899] > 0.3
 
 
+@dataclass
 class Decaying(Machine):
-    """Its steps are slow from one on, until subnormal numbers are flushed for the first time."""
+    """Its steps are slow from one on; where subnormal numbers are in a state, until they are flushed for once."""
 
-    begins, has_flushed = 1000, False
+    begins: int = 1000
+    in_state: bool = False
+    has_flushed: bool = False
 
     @property
-    def share(self) -> float:
-        return 0.5 if self.step >= self.begins and not self.has_flushed else 0.0
+    def are_there(self) -> bool:
+        return self.step >= self.begins and not (self.in_state and self.has_flushed)
 
     def seconds(self, plan: dict[str, Any]) -> float:
-        self.has_flushed = self.has_flushed or "flush" in plan
-        return super().seconds(plan) * (1.5 if self.share else 1.0)
+        self.has_flushed = self.has_flushed or (self.step >= self.begins and "flush" in plan)
+        return super().seconds(plan) * (1.5 if self.are_there and "flush" not in plan else 1.0)
+
+    def flush(self) -> Candidate:
+        share = lambda: 0.5 if self.in_state and self.are_there else 0.0  # noqa: E731
+        return candidate("flush", kind=BySubnormals, may_grow=True, share_now=share)
 
 
-@pytest.mark.parametrize("begins", [0, 40, 1000])
-def test_it_is_tried_once_there_are_such_numbers(begins: int) -> None:
-    machine = Decaying(noise=0.02, speed={"good": 1.3})
-    machine.begins = begins
-    flush = candidate(
-        "flush",
-        kind=BySubnormals,
-        phase="optimizer",
-        share_now=lambda: machine.share,
-        has_come_back=lambda: machine.share > 0,
-    )
-    state = simulate([candidate("good"), flush], machine, until_settled=False, steps=3000, pace=FAST)
-    assert state.plan == {"good": None, "flush": None}
-    assert next(n for n, action in enumerate(machine.actions) if "flush" in action.plan) > 0
+@pytest.mark.parametrize("in_state", [False, True])
+@pytest.mark.parametrize("begins", [0, 300, 1000])
+def test_it_is_kept_once_there_are_such_numbers(begins: int, in_state: bool) -> None:
+    machine = Decaying(noise=0.02, speed={"good": 1.3}, begins=begins, in_state=in_state)
+    flush = machine.flush()
+    state = simulate([flush, candidate("good")], machine, until_settled=False, steps=3000, pace=FAST)
+    assert list(state.plan) == ["good", "flush"]
     assert state.rows["flush"].gain == pytest.approx(1.5, rel=0.04)
-    assert state.rows["flush"].why == "faster than the steps before it, when 50% of the state was subnormal"
+    assert ("before it, when 50% of the state was" in state.rows["flush"].why) == in_state
+    assert state.closing is not None and state.closing.gain == pytest.approx(1.5 * 1.3, rel=0.05)
+    assert "flush" in machine.actions[-1].plan and flush.times_reopened == (begins > 0)
 
 
-def test_without_such_numbers_it_is_never_on() -> None:
-    machine = Decaying(noise=0.02)
-    machine.begins = 10**6
-    flush = candidate("flush", kind=BySubnormals, phase="optimizer", share_now=lambda: machine.share)
-    state = simulate([flush], machine, until_settled=False, steps=2000, pace=FAST)
-    assert state.plan == {} and not any(action.plan or action.check for action in machine.actions)
-    assert state.rows["flush"].status == "not tried" and "nothing to win" in state.rows["flush"].why
+def test_where_there_are_none_its_verdict_stands_but_is_not_remembered() -> None:
+    machine, memory = Decaying(noise=0.02, begins=10**6), FakeMemory()
+    flush = machine.flush()
+    state = simulate([flush], machine, until_settled=False, steps=3000, pace=FAST, memory=memory)
+    assert state.plan == {} and flush.times_reopened == 0
+    assert state.rows["flush"].status == "undone"
+    assert memory.search is None or "flush" not in memory.search.lost
