@@ -23,6 +23,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "autocast_bf16": {"autocast_bf16": None},
     "amp_o2": {"amp_o2": None},
     "dropout_masks": {"dropout_masks": None},
+    "flush_denormal": {"flush_denormal": None},
     "fused": {"fused_optimizer": "fused"},
     "foreach": {"fused_optimizer": "foreach"},
     "all": {
