@@ -113,24 +113,27 @@ def reopen_verdicts(state: SearchState) -> None:
 
 
 def reopen_what_came_back(state: SearchState, step_s: float) -> None:
-    """Queue candidates again that had too little to win, if what they treat takes more of the step by now.
+    """Queue candidates again that had too little to win, if what they treat takes more of the step by now, or may.
 
     Args:
         step_s: of the steps just seen.
     """
     for candidate in state.candidates.values():
         is_out = candidate.stage is CandidateStage.DECIDED and candidate.name not in state.plan
-        if is_out and candidate.times_reopened < _MOST_TIMES and _has_come_back(state, candidate, step_s):
-            state.note(f"{candidate.name}: what it treats takes more of the step now; it has its turn again")
+        why = _why_back(state, candidate, step_s) if is_out and candidate.times_reopened < _MOST_TIMES else ""
+        if why:
+            state.note(f"{candidate.name}: {why}; it has its turn again")
             candidate.queue_again()
             candidate.times_reopened += 1
 
 
-def _has_come_back(state: SearchState, candidate: Candidate, step_s: float) -> bool:
+def _why_back(state: SearchState, candidate: Candidate, step_s: float) -> str:
     row, design = candidate.row, candidate.design
     if row.status == "not tried":
-        return design.has_come_back()
-    return design.may_grow and row.before_ms is not None and step_s * 1e3 > state.pace.slower * row.before_ms
+        return "what it treats takes more of the step now" if design.has_come_back() else ""
+    if design.may_grow and row.before_ms is not None and step_s * 1e3 > state.pace.slower * row.before_ms:
+        return "the step has become slower since its verdict"
+    return ""
 
 
 def _may_matter(state: SearchState, candidate: Candidate) -> bool:

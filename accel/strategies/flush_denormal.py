@@ -85,8 +85,8 @@ def _sample(value: Tensor) -> Tensor:
 class FlushDenormal(ProcessSwitch):
     """Set `torch.set_flush_denormal` in all of torch's threads.
 
-    Numbers of a magnitude below the smallest normal one become
-    0: 1.2e-38 in float32, 2.2e-308 in float64, in everything that the threads compute.
+    Numbers below the smallest normal magnitude become 0: 1.2e-38 in float32, 2.2e-308 in float64, in everything that
+    the threads compute.
 
     Source: Intel 64 and IA-32 Architectures Optimization Reference Manual, "Floating-Point Exceptions/Assists".
     """
@@ -127,8 +127,9 @@ def _refusal() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BySubnormals(TrialDesign):
-    """Blocks in turns, unless the optimizer's state has such numbers: its first step clears them, so that turns would
-    compare nothing. Then steps before it are compared with those after it.
+    """Compare blocks in turns, or steps before with steps after where the optimizer's state has such numbers.
+
+    The first step with it clears those, so that turns would compare nothing.
 
     Args:
         share_now: returns the share of the state that is subnormal.
